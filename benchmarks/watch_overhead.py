@@ -98,7 +98,7 @@ def rank(steps: int, hidden: int) -> dict[str, float]:
     from torch.nn.parallel import DistributedDataParallel
 
     from drumline.config.run import HealthConfig
-    from drumline.dist.reduce import Gather
+    from drumline.dist.reduce import SumReducer
     from drumline.dist.start import start, stop
     from drumline.system import heartbeat
     from drumline.telemetry.stragglers import Stragglers
@@ -107,8 +107,8 @@ def rank(steps: int, hidden: int) -> dict[str, float]:
     health = HealthConfig(on_spike="skip", spike_window=20)
     heartbeat.register(health.limits())
     ranks = start("cpu", "gloo", 60)
-    gather = Gather(ranks.rank, RANKS, "cpu")
-    spikes, stragglers = Spikes(health, print), Stragglers(gather, lambda event: None, 10.0**6)
+    reducer = SumReducer(ranks.rank, RANKS, "cpu")
+    spikes, stragglers = Spikes(health, print), Stragglers(reducer, lambda event: None, 10.0**6)
     model = nn.Sequential(*(nn.Linear(hidden, hidden) for _ in range(8)))
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(ddp.parameters())
@@ -121,7 +121,7 @@ def rank(steps: int, hidden: int) -> dict[str, float]:
         loss = ddp(data).square().mean()
         loss.backward()
         optimizer.step()
-        gathered = gather.start({"loss": loss.detach().double()}, 0.0, 0.0, 0.0)
+        gathered = reducer.start({"loss": loss.detach().double()}, 0.0, 0.0, 0.0)
         finite = torch.isfinite(gathered["loss"])
         gathered.read()
         after = time.perf_counter()

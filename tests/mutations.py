@@ -126,7 +126,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a checkpoint has its name before it is whole", "checkpoint/save.py",
-        'self.root / self.ranks.first(make_name)',
+        'self.root / self.ranks.run_on_rank_0(make_name)',
         "self.root / folder_name(job.step)",
         ("tests/unit/test_checkpoint_save.py", "tests/faults/test_checkpoint_kills.py"),
     ),

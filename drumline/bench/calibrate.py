@@ -29,7 +29,7 @@ from rich.table import Table
 
 from drumline.bench.block import besides_products
 from drumline.dist.reduce import from_all
-from drumline.dist.start import Ranks, start, stop
+from drumline.dist.start import RankInfo, start, stop
 from drumline.errors import EnvironmentFault, Preempted, UserError, WorkerFailed
 from drumline.foreign import disk_errors
 from drumline.hardware.cluster import (
@@ -382,7 +382,7 @@ def main() -> None:
             write(measured, Path(task.out), measured="now", quick=task.quick)
 
 
-def measure(task: Task, ranks: Ranks) -> Calibration:
+def measure(task: Task, ranks: RankInfo) -> Calibration:
     """Measure on every rank and return the rates of all. Only rank 0's result is complete. Collective."""
     # The default of precision.tf32.
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -551,7 +551,7 @@ def measure_disk(task: Task) -> dict[str, Measured]:
     return {"write": line_through(written), "read": line_through(read)}
 
 
-def measure_collectives(task: Task, ranks: Ranks) -> dict[tuple[str, int], Measured]:
+def measure_collectives(task: Task, ranks: RankInfo) -> dict[tuple[str, int], Measured]:
     """Return latency and bandwidth of each kind of collective, by (kind, number of ranks).
 
     The ranks are the first 2, 4, … and all. Bytes are counted as a run counts them. Collective; ranks

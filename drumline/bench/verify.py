@@ -691,8 +691,8 @@ def _tensors(run: Path, reference: Path, partly: list[str]) -> Iterator[TensorDi
 
     own_path = _newest_checkpoint(run)
     expected_path = _newest_checkpoint(reference)
-    own_tensors = check(own_path, verify=False, alone=True).tensors
-    expected_tensors = check(expected_path, verify=False, alone=True).tensors
+    own_tensors = check(own_path, verify=False, collective=False).tensors
+    expected_tensors = check(expected_path, verify=False, collective=False).tensors
     # What a strategy keeps for itself (DiLoCo's outer momentum) has no match in one process.
     own_names = {name for name in own_tensors if name.startswith(("model.", "optim."))}
     expected_names = {name for name in expected_tensors if name.startswith(("model.", "optim."))}
@@ -719,7 +719,7 @@ def _newest_checkpoint(run: Path) -> Path:
     """Return the newest whole checkpoint of a run. Raises CheckpointError if there is none."""
     from drumline.checkpoint.load import newest
 
-    path = newest(run / "checkpoints", verify=True, alone=True).path
+    path = newest(run / "checkpoints", verify=True, collective=False).path
     if path is None:
         raise CheckpointError("the run left no whole checkpoint", where=str(run))
     return path
@@ -735,7 +735,7 @@ def _read_tensors(path: Path, entries: Mapping[str, Any], names: list[str]) -> d
     for name in names:
         entry = entries[name]
         tensors[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    load(path, tensors, alone=True, partly=True)
+    load(path, tensors, collective=False, allow_partial=True)
     return tensors
 
 

@@ -26,6 +26,7 @@ from drumline.checkpoint.load import HASHING_THREADS, FoundCheckpoint, first_and
 from drumline.checkpoint.manifest import (
     INDEX,
     MANIFEST,
+    MARK,
     STATE,
     TRASH,
     UNFINISHED,
@@ -36,13 +37,13 @@ from drumline.checkpoint.manifest import (
     folder_name,
     hash_file,
     open_regular,
-    read_part,
+    read_manifest_or_part,
     require_safe_names,
     step_of,
     write_manifest,
     write_metric,
 )
-from drumline.checkpoint.ranks import Ranks
+from drumline.checkpoint.ranks import RankGroup
 from drumline.checkpoint.remote import Store, choose, download_files, read_remote_manifests
 from drumline.config.mesh import share
 from drumline.config.resume import CHECKPOINTS
@@ -51,24 +52,26 @@ from drumline.foreign import disk_errors
 from drumline.system.files import rename_over, sync
 
 PIECE_BYTES = 16 << 20  # of a file on its way to another disk
-HERE = ".here-"  # the prefix of the file that a rank makes to find out who sees it
 
 
 @dataclass(frozen=True)
 class Disks:
-    """Which ranks share a disk. `groups`: the ranks of each disk, in the order of their first rank."""
+    """The disks of a run, and the ranks that share each of them.
 
-    ranks: Ranks
+    `groups`: the ranks of each disk, in ascending order; the disk of rank 0 comes first.
+    """
+
+    ranks: RankGroup
     groups: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def find(root: Path, ranks: Ranks) -> Disks:
-        """Find out which ranks see the same folder `root`. Collective.
+    def find(root: Path, ranks: RankGroup) -> Disks:
+        """Return which ranks see the same folder `root`. Collective.
 
         Each rank makes a file there, and looks for the files of the others.
         """
-        nonce = ranks.first(lambda: secrets.token_hex(8))
-        marks = [root / f"{HERE}{nonce}-{rank}" for rank in range(ranks.size)]
+        nonce = ranks.run_on_rank_0(lambda: secrets.token_hex(8))
+        marks = [root / f"{MARK}{nonce}-{rank}" for rank in range(ranks.size)]
         own_mark = marks[ranks.rank]
 
         def write_mark() -> None:
@@ -78,17 +81,17 @@ class Disks:
         def first_visible() -> int:
             return next(rank for rank, mark in enumerate(marks) if mark.exists())
 
-        ranks.each(write_mark)
+        ranks.run_on_all(write_mark)
         # Ranks that see the same first mark have the same disk.
-        leaders = ranks.each(first_visible)
-        ranks.each(lambda: own_mark.unlink(missing_ok=True))
+        leaders = ranks.run_on_all(first_visible)
+        ranks.run_on_all(lambda: own_mark.unlink(missing_ok=True))
         groups: dict[int, list[int]] = {leader: [] for leader in sorted(leaders)}
         for rank, leader in enumerate(leaders):
             groups[leader].append(rank)
         return Disks(ranks, tuple(tuple(group) for group in groups.values()))
 
     @staticmethod
-    def shared(ranks: Ranks) -> Disks:
+    def shared(ranks: RankGroup) -> Disks:
         """Return one disk that all ranks share."""
         everyone = tuple(range(ranks.size))
         return Disks(ranks, (everyone,))
@@ -100,19 +103,30 @@ class Disks:
 
     @property
     def my_group(self) -> tuple[int, ...]:
-        """The ranks that share this rank's disk, with this one."""
+        """The ranks that share this rank's disk, this one included."""
         return self.groups[self.mine]
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank acts for its disk."""
+        """Whether this rank acts for its disk: the first rank of each disk does."""
         return self.my_group[0] == self.ranks.rank
+
+    def share_of_files(self, replicas: int) -> float:
+        """Return the part of a checkpoint's files that this disk gets, its replicas of others included.
+
+        Ranks are taken to write equally much. `replicas`: see `copies`.
+        """
+        count = min(replicas, len(self.groups) - 1)
+        ranks_before = 0
+        for offset in range(count + 1):
+            ranks_before += len(self.groups[self.mine - offset])
+        return ranks_before / self.ranks.size
 
     def copies(self, written: list[dict[str, FileRecord]], replicas: int) -> list[Copy]:
         """Return the copies that bring each rank's files to the `replicas` disks that follow its own.
 
-        `written`: by rank, the files that it has written. The ranks of a receiving disk share the
-        work.
+        `written`: for each rank, a record of each file that it has written, by name. The ranks of a
+        receiving disk share the work.
         """
         count = min(replicas, len(self.groups) - 1)
         copies = []
@@ -138,12 +152,14 @@ class Copy:
     record: FileRecord
 
 
-def transfer_files(copies: list[Copy], here: Path | None, there: Path | None, ranks: Ranks) -> None:
-    """Copy files between disks: from this rank's folder `here`, and into its folder `there`.
+def transfer_files(
+    copies: list[Copy], here: Path | None, there: Path | None, ranks: RankGroup
+) -> None:
+    """Send the files of this rank's folder `here`, and receive files into its folder `there`.
 
-    All ranks are given the same `copies`, in one order. A rank sends in one thread and receives in
-    another, so no two ranks can wait for each other. Collective; raises the ranks' error type on
-    all.
+    `copies`: all copies between ranks, in the same order on all of them. A folder may be None if
+    the rank has nothing to send or to receive. A rank sends in one thread and receives in another,
+    so no two ranks can wait for each other. Collective; raises `ranks.error_type` on all ranks.
     """
     if not copies:
         return
@@ -169,18 +185,18 @@ def transfer_files(copies: list[Copy], here: Path | None, there: Path | None, ra
         for error in (*mistakes, *failures):
             raise error
 
-    ranks.each(receive)
+    ranks.run_on_all(receive)
 
 
 def _pieces(size: int) -> Iterator[torch.Tensor]:
-    """Yield a uint8 buffer for each piece of a file of `size` bytes. All share the same memory."""
+    """Yield a uint8 buffer for each piece of a file of `size` bytes. The buffers share their memory."""
     buffer = torch.empty(min(size, PIECE_BYTES), dtype=torch.uint8)
     for start in range(0, size, PIECE_BYTES):
         left = size - start
         yield buffer[: min(PIECE_BYTES, left)]
 
 
-def _send(copy: Copy, folder: Path | None, ranks: Ranks) -> list[Exception]:
+def _send(copy: Copy, folder: Path | None, ranks: RankGroup) -> list[Exception]:
     """Send a file from a folder, and return the errors.
 
     If the file cannot be read, zeros are sent in its place: the receiver waits for as many bytes,
@@ -204,10 +220,11 @@ def _send(copy: Copy, folder: Path | None, ranks: Ranks) -> list[Exception]:
     return mistakes
 
 
-def _receive(copy: Copy, folder: Path | None, ranks: Ranks) -> list[Exception]:
+def _receive(copy: Copy, folder: Path | None, ranks: RankGroup) -> list[Exception]:
     """Receive a file into a folder, and return the errors.
 
-    If the disk is full, the rest is received all the same: the sender waits until it is taken.
+    If the disk is full, the rest is received and dropped, because the sender waits until it is
+    taken.
     """
     mistakes: list[Exception] = []
     with ExitStack() as stack:
@@ -223,6 +240,11 @@ def _receive(copy: Copy, folder: Path | None, ranks: Ranks) -> list[Exception]:
                     file.write(piece.numpy().data)
             except OSError as error:
                 mistakes.append(error)
+        # The end of the file is written only now, and all of it is flushed to the device.
+        try:
+            stack.close()
+        except OSError as error:
+            mistakes.append(error)
     if not mistakes and file.record() != copy.record:
         error_text = f"did not arrive whole from rank {copy.source} (sha256 differs)"
         mistakes.append(CheckpointError(error_text, where=str(file.path)))
@@ -230,19 +252,19 @@ def _receive(copy: Copy, folder: Path | None, ranks: Ranks) -> list[Exception]:
 
 
 def fetch(url: str, root: Path) -> Path:
-    """Download a checkpoint at a URL to `root` on each disk, and return its folder.
+    """Download a checkpoint to the folder `root` on each disk, and return the checkpoint's folder.
 
-    `url`: of a checkpoint, or of a run, whose newest one is taken. Collective; raises
+    `url`: of a checkpoint, or of a run, whose newest checkpoint is taken. Collective; raises
     CheckpointError.
     """
-    ranks = Ranks.all(error_type=CheckpointError)
+    ranks = RankGroup.all(error_type=CheckpointError)
     disks = Disks.find(root, ranks)
 
     def resolve() -> tuple[str, Manifest]:
         store, folder, manifest = choose(url)
         return f"{store.url}/{folder}", manifest
 
-    place, manifest = ranks.first(resolve)
+    place, manifest = ranks.run_on_rank_0(resolve)
     folder = root / folder_name(manifest.step)
 
     def copy() -> None:
@@ -254,7 +276,7 @@ def fetch(url: str, root: Path) -> Path:
             download_files(Store(place), "", manifest, folder, manifest.files)
             write_manifest(folder, manifest)
 
-    ranks.each(copy)
+    ranks.run_on_all(copy)
     return folder
 
 
@@ -267,14 +289,21 @@ class Offer:
 
 
 class Inspection(NamedTuple):
-    """What a rank has found in a checkpoint's folder: the good files, and what is wrong with others."""
+    """What a rank has found in a checkpoint's folder.
+
+    `good`: the names of the files that are as they were written. `mistakes`: what is wrong with the
+    others, by name.
+    """
 
     good: set[str]
-    mistakes: list[str]
+    mistakes: dict[str, str]
 
 
 class Transfers(NamedTuple):
-    """How disks get the files that they lack: copies between disks, and downloads to this one."""
+    """How disks get the files that they lack.
+
+    `copies`: between all disks. `downloads`: names of files that this disk gets from the store.
+    """
 
     copies: list[Copy]
     downloads: set[str]
@@ -291,7 +320,11 @@ class Gatherer:
         disks: Disks,
         only_first_disk: bool = False,
     ) -> None:
-        """`verify`: shards are hashed, too. `only_first_disk`: only rank 0's disk gets whole checkpoints."""
+        """Prepare to gather checkpoints under the folder `root` of each disk.
+
+        `verify`: the shards are hashed, too. `store`: the copies of the run at a URL, if there are
+        any. `only_first_disk`: only the disk of rank 0 gets whole checkpoints.
+        """
         self.root = root
         self.verify = verify
         self.store = store
@@ -306,11 +339,11 @@ class Gatherer:
     def newest(
         self, best: Callable[[list[Manifest]], Manifest | None] | None = None
     ) -> FoundCheckpoint:
-        """Make the newest checkpoint whole of which no file is lost, and return it.
+        """Make the newest checkpoint of which no file is lost whole on the disks, and return it.
 
-        `best`: chooses one more of all known checkpoints, which is made whole too if it can be.
-        Collective. Raises CheckpointError on all ranks if copying fails, or if the store does not
-        answer.
+        `best`: a function that chooses a further one of all known checkpoints, which is made whole
+        too unless files of it are lost. Collective. Raises CheckpointError on all ranks if copying
+        fails, or if the store does not answer.
         """
         offers, skipped = self._offers()
         made: Path | None = None
@@ -328,14 +361,15 @@ class Gatherer:
         return FoundCheckpoint(made, skipped)
 
     def _offers(self) -> tuple[list[Offer], list[tuple[Path, str]]]:
-        """Return all checkpoints of which a disk or the store has some file, newest first.
+        """Return (checkpoints, unreadable folders with the reason).
 
-        Also returns the folders that cannot be read, each with the reason.
+        The checkpoints are all of which a disk or the store has some file, newest first.
+        Collective.
         """
-        self.at_store = self.ranks.first(self._manifests_at_store)
+        self.at_store = self.ranks.run_on_rank_0(self._manifests_at_store)
         known = dict(self.at_store)
         skipped = []
-        for manifests_here, unreadable in self.ranks.each(self._manifests_here):
+        for manifests_here, unreadable in self.ranks.run_on_all(self._manifests_here):
             for key, manifest in manifests_here.items():
                 # A kill may have kept the metric from being written on every disk.
                 if key not in known or known[key].metric is None:
@@ -347,9 +381,9 @@ class Gatherer:
         return [Offer(manifest, folder_name(manifest.step)) for manifest in ordered], skipped
 
     def _manifests_here(self) -> tuple[dict[str, Manifest], list[tuple[Path, str]]]:
-        """Return the manifests on this disk, and the folders that cannot be read with the reason.
+        """Return (manifests by the identity of the save, unreadable folders with the reason).
 
-        Both are empty on ranks that do not act for their disk.
+        They are those of this disk. Both are empty on ranks that do not act for their disk.
         """
         readable: dict[str, Manifest] = {}
         unreadable: list[tuple[Path, str]] = []
@@ -359,7 +393,7 @@ class Gatherer:
             if step_of(path.name) is None:
                 continue
             try:
-                manifest, _ = read_part(path)
+                manifest, _ = read_manifest_or_part(path)
                 require_safe_names(manifest, str(path))
             except CheckpointError as error:
                 unreadable.append((path, error.line()))
@@ -376,13 +410,13 @@ class Gatherer:
         return {_identity_of_save(manifest): manifest for manifest in known.values()}
 
     def _make_whole(self, offer: Offer) -> list[str]:
-        """Make a checkpoint whole on each disk that wants it, and return [].
+        """Make a checkpoint whole on each disk that wants it. Collective.
 
-        If files are lost, do nothing, and return the reasons.
+        Returns [], or why that is not possible because files are lost. Then nothing is changed.
         """
         manifest = offer.manifest
         folder = self.root / offer.folder
-        inspections = self.ranks.each(lambda: self._inspect(folder, manifest))
+        inspections = self.ranks.run_on_all(lambda: self._inspect(folder, manifest))
         # For each disk, the good files on it.
         good: list[set[str]] = []
         for group in self.disks.groups:
@@ -412,14 +446,14 @@ class Gatherer:
             if is_wanted:
                 self._write_missing_metric(folder, manifest)
 
-        self.ranks.each(make_folder)
+        self.ranks.run_on_all(make_folder)
         transfer_files(transfers.copies, folder, fresh, self.ranks)
-        self.ranks.each(finish)
-        self.ranks.each(write_missing_metric)
+        self.ranks.run_on_all(finish)
+        self.ranks.run_on_all(write_missing_metric)
         return []
 
     def _plan_transfers(self, manifest: Manifest, good: list[set[str]]) -> Transfers:
-        """Decide from where each disk that wants a whole checkpoint gets the files that it lacks.
+        """Return from where each disk that wants a whole checkpoint gets the files that it lacks.
 
         `good`: for each disk, the good files on it. A file comes from the next disk that has it, or
         else from the store.
@@ -460,14 +494,14 @@ class Gatherer:
             write_metric(folder, manifest.metric, manifest.rated)
 
     def _inspect(self, folder: Path, manifest: Manifest) -> Inspection:
-        """Check this rank's share of a checkpoint's files on this disk."""
+        """Check this rank's share of the files that this disk has of a checkpoint."""
         try:
-            manifest_here, present = read_part(folder)
+            manifest_here, present = read_manifest_or_part(folder)
         except CheckpointError:
-            return Inspection(set(), [])
+            return Inspection(set(), {})
         is_older_save = _identity_of_save(manifest_here) != _identity_of_save(manifest)
         if is_older_save:
-            return Inspection(set(), [])
+            return Inspection(set(), {})
         group = self.disks.my_group
         sizes = {name: manifest.files[name].bytes for name in sorted(present)}
         owners = share(sizes, len(group))
@@ -476,18 +510,18 @@ class Gatherer:
             reasons = pool.map(
                 lambda name: self._mistake(folder / name, manifest.files[name]), names
             )
-            inspection = Inspection(set(), [])
+            inspection = Inspection(set(), {})
             for name, reason in zip(names, reasons, strict=True):
                 if reason:
-                    inspection.mistakes.append(reason)
+                    inspection.mistakes[name] = reason
                 else:
                     inspection.good.add(name)
         return inspection
 
     def _mistake(self, path: Path, record: FileRecord) -> str:
-        """Return what is wrong with a file; empty if nothing is.
+        """Return what is wrong with a file; "" if nothing is.
 
-        Without `verify` shards are not hashed.
+        Of a shard only the size is checked unless `verify` is set.
         """
         try:
             if self.verify or path.name in (INDEX, STATE):
@@ -505,13 +539,19 @@ class Gatherer:
 
 
 def _reasons_of_loss(folder: Path, lost: list[str], inspections: list[Inspection]) -> list[str]:
-    """Return why files of a checkpoint are on no disk and not at the store."""
-    damaged = []
-    for inspection in inspections:
-        damaged += inspection.mistakes
-    if damaged:
-        return damaged
-    return [f"{folder}: {first_and_count(lost)} on no host that is here"]
+    """Return why the files `lost` of a checkpoint are good on no disk, and not at the store."""
+    reasons = []
+    absent = []
+    for name in lost:
+        mistakes = [
+            inspection.mistakes[name] for inspection in inspections if name in inspection.mistakes
+        ]
+        reasons += mistakes
+        if not mistakes:
+            absent.append(name)
+    if absent:
+        reasons.append(f"{folder}: {first_and_count(absent)} on no host that is here")
+    return reasons
 
 
 def _identity_of_save(manifest: Manifest) -> str:
@@ -538,11 +578,15 @@ def _require_space(root: Path, manifest: Manifest, present: set[str]) -> None:
 
 
 def _link_files(fresh: Path, folder: Path, names: set[str]) -> None:
-    """Make the folder `fresh` with files of `folder`, as hard links if the file system has them."""
+    """Make the folder `fresh` with files of `folder`, as hard links if the file system has them.
+
+    Raises OSError.
+    """
     fresh.mkdir()
     for name in names:
         try:
             os.link(folder / name, fresh / name, follow_symlinks=False)
         # The file system may have no hard links.
         except OSError:
-            shutil.copyfile(folder / name, fresh / name, follow_symlinks=False)
+            with open_regular(folder / name) as source, HashingFile(fresh / name) as target:
+                shutil.copyfileobj(source, target)

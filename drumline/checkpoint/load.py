@@ -1,8 +1,8 @@
 """Load checkpoints, each only after checks that it is whole, unchanged and of the run's shapes.
 
 `check`, `newest` and `load` are collective if torch.distributed is initialised: the ranks share the
-hashing and get the same answer. With `alone=True` one process can call them by itself, as an export
-on rank 0 does.
+hashing and get the same answer. With `collective=False` one process can call them by itself, as an
+export on rank 0 does.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from drumline.checkpoint.manifest import (
     hash_file,
     open_regular,
     read_manifest,
-    read_part,
+    read_manifest_or_part,
     step_of,
 )
-from drumline.checkpoint.ranks import Ranks, describe_error
+from drumline.checkpoint.ranks import RankGroup, describe_error
 from drumline.checkpoint.remote import find_newest_or_none, read_remote_state
 from drumline.checkpoint.storage import Reader, dtype_name, read_index
 from drumline.config.mesh import share
@@ -54,7 +54,7 @@ FIX_MISFIT = "load it with the model and optimizer it was saved with"
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """The newest whole checkpoint, and what was skipped in looking for it."""
+    """The newest whole checkpoint, and the newer ones that were skipped."""
 
     # None if no checkpoint is whole.
     path: Path | None
@@ -63,20 +63,21 @@ class FoundCheckpoint:
 
 
 def newest(
-    root: Path, verify: bool, alone: bool = False, to_train: bool = False
+    root: Path, verify: bool, collective: bool = True, skip_weights_only: bool = False
 ) -> FoundCheckpoint:
     """Return the newest checkpoint under `root` that passes `check`.
 
-    With `to_train` a checkpoint of the weights alone is skipped. Collective unless `alone`. Raises
-    CheckpointError for a `root` that may not be read.
+    `verify`: see `check`. `collective`: all ranks call this; otherwise this process acts by itself.
+    `skip_weights_only`: a checkpoint without the state of the optimizer does not count, because no
+    run can resume from it. Raises CheckpointError for a `root` that may not be read.
     """
-    ranks = Ranks.all(alone, CheckpointError)
-    candidates, skipped = ranks.first(lambda: _list_newest_first(root))
+    ranks = RankGroup.all(collective, CheckpointError)
+    candidates, skipped = ranks.run_on_rank_0(lambda: _list_newest_first(root))
     for path in candidates:
         try:
-            check(path, verify, alone)
-            if to_train:
-                ranks.first(partial(_require_state, path))
+            check(path, verify, collective)
+            if skip_weights_only:
+                ranks.run_on_rank_0(partial(_require_state, path))
         except CheckpointError as error:
             skipped.append((path, error.line()))
         else:
@@ -95,7 +96,7 @@ def newest_state(root: Path, url: str | None) -> tuple[str, dict[str, Any]] | No
         chosen = find_newest_or_none(url)
         if chosen is not None:
             store, folder, manifest = chosen
-            is_newer = here is None or read_part(here)[0].serial < manifest.serial
+            is_newer = here is None or read_manifest_or_part(here)[0].serial < manifest.serial
             if is_newer:
                 return read_remote_state(f"{store.url}/{folder}")
     if here is None:
@@ -118,12 +119,12 @@ def state_to_resume(
 
 def _newest_here(root: Path) -> Path | None:
     """Return the newest checkpoint on this disk, whole or in part; None if there is none."""
-    whole = newest(root, verify=False, alone=True, to_train=True).path
+    whole = newest(root, verify=False, collective=False, skip_weights_only=True).path
     parts = [path for path in _list_newest_first(root)[0] if (path / PART).exists()]
     candidates = parts[:1]
     if whole is not None:
         candidates.insert(0, whole)
-    return max(candidates, key=lambda path: read_part(path)[0].serial, default=None)
+    return max(candidates, key=lambda path: read_manifest_or_part(path)[0].serial, default=None)
 
 
 def named_state(place: str) -> tuple[str, dict[str, Any]]:
@@ -139,9 +140,9 @@ def named_state(place: str) -> tuple[str, dict[str, Any]]:
         checkpoint: Path | None = None
         if is_run_folder(place):
             root = path / CHECKPOINTS
-            checkpoint = newest(root, verify=False, alone=True, to_train=True).path
+            checkpoint = newest(root, verify=False, collective=False, skip_weights_only=True).path
         if checkpoint is None:
-            check(path, verify=False, alone=True)
+            check(path, verify=False, collective=False)
             _require_state(path)
             checkpoint = path
         return str(checkpoint), read_state(checkpoint)
@@ -164,15 +165,15 @@ def best_or_latest(root: Path) -> Path | None:
     return read_pointer(root, "best") or read_pointer(root, "latest")
 
 
-def check(path: Path, verify: bool, alone: bool = False) -> Manifest:
+def check(path: Path, verify: bool, collective: bool = True) -> Manifest:
     """Check that a checkpoint is whole, and return its manifest.
 
-    All its files must be there, be plain files of the right size, and no other shard beside them.
-    The state and the index are always hashed, with `verify` the shards too. Collective unless
-    `alone`. Raises CheckpointError that names the file and the reason.
+    All its files must be there and be plain files of the right size, and there must be no other
+    shard. The state and the index are always hashed. `verify`: the shards are hashed, too.
+    `collective`: see `newest`. Raises CheckpointError that names the file and the reason.
     """
-    ranks = Ranks.all(alone, CheckpointError)
-    manifest = ranks.first(lambda: _check_files(path))
+    ranks = RankGroup.all(collective, CheckpointError)
+    manifest = ranks.run_on_rank_0(lambda: _check_files(path))
     if verify:
         sizes = {name: record.bytes for name, record in manifest.files.items()}
         owners = share(sizes, ranks.size)
@@ -183,16 +184,16 @@ def check(path: Path, verify: bool, alone: bool = False) -> Manifest:
                 # `list` waits for all files and raises the first error.
                 list(pool.map(lambda name: _require_file(path, name, manifest), mine))
 
-            ranks.each(hash_mine)
+            ranks.run_on_all(hash_mine)
     return manifest
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return the run's state that was saved with a checkpoint, of which `path` may hold a part.
+    """Return the state of the run that was saved with a checkpoint.
 
-    Not collective. Raises CheckpointError.
+    The folder `path` may lack other files. Not collective. Raises CheckpointError.
     """
-    manifest, _ = read_part(path)
+    manifest, _ = read_manifest_or_part(path)
     _require_file(path, STATE, manifest)
     with open_regular(path / STATE) as file:
         state = json.load(file)
@@ -203,24 +204,24 @@ def read_state(path: Path) -> dict[str, Any]:
 def load(
     path: Path,
     tensors: dict[str, Tensor],
-    alone: bool = False,
-    partly: bool = False,
+    collective: bool = True,
+    allow_partial: bool = False,
     optional: frozenset[str] = frozenset(),
 ) -> None:
     """Fill `tensors` (plain or DTensors, by canonical name) in place from a checkpoint.
 
     The checkpoint may be of any number of ranks. Shapes and dtypes must be the stored ones.
 
-    A section of names (`model.`, `optim.`) is loaded whole or not at all: the ranks together must
-    name all tensors of a section. With `partly`, for readers that do not train, they need not.
+    `collective`: see `newest`.
+    `allow_partial`: the ranks may name only some tensors of a section of names (`model.`,
+    `optim.`), as readers do that do not train. Otherwise the ranks together must name all of them.
+    `optional`: sections that the checkpoint need not have. Their tensors then stay as they are. So
+    do the moments of a weight that had made no step yet when the checkpoint was saved.
 
-    Tensors stay as they are if their section is `optional` and not in the checkpoint, or if they
-    are the moments of a weight that had not been stepped when the checkpoint was saved.
-
-    Collective unless `alone`. Raises CheckpointError on every rank: before it reads anything if
-    names, shapes or dtypes differ; if it is raised later, `tensors` must not be used.
+    Raises CheckpointError on every rank: before it reads anything if names, shapes or dtypes
+    differ. If it is raised later, `tensors` must not be used.
     """
-    ranks = Ranks.all(alone, CheckpointError)
+    ranks = RankGroup.all(collective, CheckpointError)
     wanted: dict[str, Tensor] = {}
 
     def match() -> list[str]:
@@ -235,7 +236,8 @@ def load(
         reader = Reader(path, read_index(path, read_manifest(path)))
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            # Without dcp's own collectives: `ranks.each` makes the ranks agree on the outcome.
+            # Without dcp's own collectives: `ranks.run_on_all` makes the ranks agree on the
+            # outcome.
             dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
         except CheckpointException as failure:
             raise CheckpointError(
@@ -243,33 +245,35 @@ def load(
             ) from failure
 
     names = set()
-    for names_of_rank in ranks.each(match):
+    for names_of_rank in ranks.run_on_all(match):
         names.update(names_of_rank)
-    if not partly:
-        ranks.first(lambda: _require_whole_sections(path, names))
-    ranks.each(read)
+    if not allow_partial:
+        ranks.run_on_rank_0(lambda: _require_whole_sections(path, names))
+    ranks.run_on_all(read)
 
 
 def _match_names(
     manifest: Manifest, tensors: dict[str, Tensor], optional: frozenset[str]
 ) -> dict[str, Tensor]:
-    """Return the tensors to fill by their names in the checkpoint, without those that stay as they are.
+    """Return the tensors to fill, by their names in the checkpoint.
 
-    See `load`.
+    Tensors that stay as they are (see `load`) are left out. A tensor that the checkpoint lacks has
+    its own name, so that the caller notices.
     """
-    stored = {_current_name(name): name for name in manifest.tensors}
-    absent = optional - {_section(name) for name in stored}
-    stepped = {_weight(name) for name in stored if _is_moment(name)}
+    stored_names = {_current_name(name): name for name in manifest.tensors}
+    absent_sections = optional - {_section(name) for name in stored_names}
+    weights_with_moments = {_weight(name) for name in stored_names if _is_moment(name)}
     wanted = {}
     for name, tensor in tensors.items():
-        if _section(name) in absent:
+        if _section(name) in absent_sections:
             continue
-        if _is_moment(name) and stepped:
+        # Without any moments the checkpoint is of another optimizer, which is an error.
+        if _is_moment(name) and weights_with_moments:
             weight = _weight(name)
-            is_before_first_step = weight in stored and weight not in stepped
-            if is_before_first_step:
+            had_made_no_step = weight in stored_names and weight not in weights_with_moments
+            if had_made_no_step:
                 continue
-        wanted[stored.get(name, name)] = tensor
+        wanted[stored_names.get(name, name)] = tensor
     return wanted
 
 
@@ -288,7 +292,7 @@ def _list_newest_first(root: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
         if step_of(path.name) is None:
             continue
         try:
-            manifest, _ = read_part(path)
+            manifest, _ = read_manifest_or_part(path)
         except CheckpointError as error:
             unreadable.append((path, error.line()))
         else:
@@ -338,7 +342,7 @@ def _require_committed(path: Path) -> None:
             fix="convert it first: a pickle can run code when it is read",
         )
     if (path / PART).exists() and step_of(path.name) is not None:
-        manifest, present = read_part(path)
+        manifest, present = read_manifest_or_part(path)
         raise CheckpointError(
             f"holds {len(present)} of the {len(manifest.files)} files of a checkpoint that lies on the "
             "disks of several hosts",
@@ -346,7 +350,7 @@ def _require_committed(path: Path) -> None:
             fix="train with --resume on all hosts: they put it together",
         )
     for root in (path, path / "checkpoints", path.parent):
-        nearest = newest(root, verify=False, alone=True).path
+        nearest = newest(root, verify=False, collective=False).path
         if nearest:
             raise CheckpointError(
                 f"not a committed checkpoint; newest valid: {nearest}", where=str(path)
@@ -465,7 +469,7 @@ def _section(name: str) -> str:
 
 
 def first_and_count(names: list[str]) -> str:
-    """Return the first name, and how many more there are: "NAME and 3 more"."""
+    """Return the first of some names, and how many more there are, as in "NAME and 3 more"."""
     if len(names) == 1:
         return names[0]
     return f"{names[0]} and {len(names) - 1} more"

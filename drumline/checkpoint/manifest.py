@@ -37,10 +37,14 @@ WRITE_BUFFER = 1 << 20  # bytes
 MANIFEST = "manifest.json"
 STATE = "state.json"
 INDEX = ".metadata"
-PART = "part.json"  # {"sha256": of the rest, "manifest": Part}
+# {"sha256": of the rest, "manifest": Part}. The key is the one of manifest.json: both are read by
+# one function.
+PART = "part.json"
 UNFINISHED = ".tmp-"
 TRASH = ".trash-"
 TEMP = (UNFINISHED, TRASH)  # prefixes of folders that are not checkpoints
+# The prefix of the empty file by which a rank finds out which ranks share its disk (disks.py).
+MARK = ".here-"
 SHARD_NAME = re.compile(r"__\d+_\d+\.distcp")
 
 
@@ -61,7 +65,7 @@ class FileRecord(Record):
 
 
 class TensorRecord(Record):
-    """An unsharded tensor: its shape, and its dtype as torch spells it (`float32`)."""
+    """The global shape of a tensor, and its dtype as torch spells it (`float32`)."""
 
     shape: list[int]
     dtype: str
@@ -70,11 +74,16 @@ class TensorRecord(Record):
 class Manifest(Record):
     """The contents of a committed checkpoint.
 
+    `step`: the training step after which it was saved.
     `serial`: a count of the saves of a run folder. The largest one is the newest checkpoint; the
     step does not say so, once a run was resumed from an older step.
     `metric`: the value by which the best checkpoint is chosen; None if it is not known.
-    `rated`: how the metric is compared and its name, such as "min loss"; None for a checkpoint
-    without a metric or of an older version.
+    `rated`: whether a small or a large metric is better, and its name, such as "min loss"
+    (`Retention.mode`); None for a checkpoint without a metric or of an older version.
+    `drumline`, `torch`: the versions that wrote it.
+    `world_size`: the number of ranks that wrote it.
+    `files`: by file name, all but manifest.json itself.
+    `tensors`: by canonical name.
     """
 
     format: Literal[1] = 1
@@ -119,7 +128,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_durable(folder / MANIFEST, encode_with_checksum(manifest))
 
 
-def write_part(folder: Path, manifest: Manifest, present: set[str]) -> None:
+def write_manifest_or_part(folder: Path, manifest: Manifest, present: set[str]) -> None:
     """Write manifest.json, or part.json if `present` lacks some of the files. Raises OSError."""
     if present >= manifest.files.keys():
         write_manifest(folder, manifest)
@@ -138,15 +147,19 @@ def encode_with_checksum(record: Record) -> bytes:
 def make_newest(folder: Path) -> None:
     """Give a checkpoint the largest serial in its run folder, so that it counts as the newest.
 
-    Called as a run goes back to it. Checkpoints that were saved after it then belong to a branch
-    that the run has left (`retention.current_branch`). Raises CheckpointError.
+    It is called when a run resumes from an earlier checkpoint. Checkpoints that were saved after
+    that one then belong to a branch that the run has left (`retention.current_branch`).
+
+    All hosts must share the folder, and there must be no copies elsewhere: they would keep the old
+    serial, and count as another save. Raises CheckpointError, and OSError if the folder cannot be
+    listed.
     """
     largest = 0
     for entry in folder.parent.iterdir():
         if step_of(entry.name) is None or entry.name == folder.name:
             continue
         with suppress(CheckpointError):
-            neighbour, _ = read_part(entry)
+            neighbour, _ = read_manifest_or_part(entry)
             largest = max(largest, neighbour.serial)
     manifest = read_manifest(folder)
     if manifest.serial >= largest:
@@ -163,7 +176,7 @@ def write_metric(folder: Path, metric: float, rated: str) -> Manifest:
     The old file stays until the new one is whole and on the device; no other file changes. Raises
     CheckpointError and OSError.
     """
-    manifest, present = read_part(folder)
+    manifest, present = read_manifest_or_part(folder)
     renewed = manifest.model_copy(update={"metric": metric, "rated": rated})
     if renewed == manifest:
         return manifest
@@ -186,9 +199,10 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def read_part(folder: Path) -> tuple[Manifest, set[str]]:
-    """Return (manifest, names of the files present) of a folder with all or some of a checkpoint.
+def read_manifest_or_part(folder: Path) -> tuple[Manifest, set[str]]:
+    """Return (manifest, names of the files that are present) of a checkpoint's folder.
 
+    A folder with manifest.json has all files of the checkpoint, one with part.json may lack some.
     Raises CheckpointError.
     """
     path = folder / PART
@@ -203,9 +217,9 @@ def read_part(folder: Path) -> tuple[Manifest, set[str]]:
 
 
 def decode_with_checksum(raw: bytes, kind: type[R], place: str) -> R:
-    """Return the record in the JSON text `raw`, with its checksum verified.
+    """Return the record of type `kind` in the JSON text `raw`, with its checksum verified.
 
-    Raises CheckpointError that names `place` and the reason.
+    Raises CheckpointError that names `place`, a path or URL, and the reason.
     """
     try:
         outer = json.loads(raw)
@@ -269,6 +283,9 @@ class HashingFile(io.BufferedWriter):
             self.failures = failures
         with self._noting_failure():
             super().__init__(io.FileIO(path, "x"), WRITE_BUFFER)
+            if path.name == STATE:
+                # It has options of the user, so only its owner may read it.
+                os.fchmod(self.fileno(), 0o600)
         self._hash = hashlib.sha256()
         self._bytes = 0
 
@@ -307,14 +324,9 @@ class HashingFile(io.BufferedWriter):
             raise
 
 
-def write_durable(path: Path, data: bytes, private: bool = False) -> FileRecord:
-    """Write a new file, flush it to the device, and return its size and checksum.
-
-    With `private` only its owner may read it. Raises OSError.
-    """
+def write_durable(path: Path, data: bytes) -> FileRecord:
+    """Write a new file, flush it to the device, and return its size and checksum. Raises OSError."""
     with HashingFile(path) as file:
-        if private:
-            os.fchmod(file.fileno(), 0o600)
         file.write(data)
     return file.record()
 

@@ -19,14 +19,14 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from drumline.checkpoint.disks import Disks, Gatherer
 from drumline.checkpoint.load import FoundCheckpoint, read_state
 from drumline.checkpoint.manifest import step_of
-from drumline.checkpoint.ranks import Ranks
+from drumline.checkpoint.ranks import RankGroup
 from drumline.checkpoint.save import Checkpointer, SaveResult
 from drumline.errors import CheckpointError, EnvironmentFault
 from drumline.system.files import write_whole
@@ -37,6 +37,13 @@ NAME = "memory.json"  # the file in the run folder
 OWNER = "owner"  # the file that names the process of the run's launcher
 PREFIX = "drumline-"  # of the name of a run's folder in HOST_MEMORY
 _TOKEN = re.compile(r"[0-9a-f]{32}")
+
+
+class _Tokens(NamedTuple):
+    """The random names in memory.json: the one of this start, and an earlier one that is given up."""
+
+    own: str
+    to_remove: str | None
 
 
 class Memory:
@@ -53,25 +60,29 @@ class Memory:
         `resumes_newest`: the run goes on from its newest state, in memory or on disk, so what is in
         memory is kept. Otherwise it is removed. Raises CheckpointError.
         """
-        self.ranks = Ranks.all(error_type=CheckpointError)
+        self.ranks = RankGroup.all(error_type=CheckpointError)
         disks = Disks.find(run_dir, self.ranks)
         path = run_dir / NAME
 
-        def draw_name() -> None:
+        def choose_token() -> _Tokens | None:
             if not disks.is_leader:
-                return
+                return None
             old = _token(path)
             if resumes_newest and old is not None:
-                return
-            write_whole(path, json.dumps({"token": secrets.token_hex(16)}), private=True)
-            if old is not None:
-                shutil.rmtree(HOST_MEMORY / f"{PREFIX}{old}", ignore_errors=True)
+                return _Tokens(old, None)
+            new = secrets.token_hex(16)
+            write_whole(path, json.dumps({"token": new}), private=True)
+            return _Tokens(new, old)
 
-        self.ranks.each(draw_name)
-        # If hosts have run folders of their own, each host has drawn a name for itself.
-        self.folder = HOST_MEMORY / f"{PREFIX}{_token(path)}"
+        # If hosts have run folders of their own, each host has a name of its own.
+        tokens = self.ranks.run_on_all(choose_token)[disks.my_group[0]]
+        assert tokens is not None, "the first rank leads its disk"
+        if tokens.to_remove is not None:
+            # Hosts that share the run folder have memory of their own each.
+            shutil.rmtree(HOST_MEMORY / f"{PREFIX}{tokens.to_remove}", ignore_errors=True)
+        self.folder = HOST_MEMORY / f"{PREFIX}{tokens.own}"
         self.root = self.folder / "checkpoints"
-        self.ranks.each(self._claim)
+        self.ranks.run_on_all(self._claim)
 
     def _claim(self) -> None:
         """Make the folder, and write which launcher owns it. Raises CheckpointError and OSError."""
@@ -87,7 +98,7 @@ class Memory:
         write_whole(self.folder / OWNER, launcher.name, shared=True)
 
     def open_writer(self) -> None:
-        """Let `keep` be called from now on. It keeps states on this host and on the next one."""
+        """Open the checkpointer of `keep`. It keeps each state on this host and on the next one."""
         self.writer = Checkpointer(
             self.root, keep=1, keep_best=False, mode="min", asynchronous=True, replicas=1
         )
@@ -95,7 +106,10 @@ class Memory:
     def keep(
         self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]
     ) -> list[SaveResult]:
-        """Begin to save a state (see `Checkpointer.save`). Returns the results of earlier saves."""
+        """Save a state in the background (see `Checkpointer.save`).
+
+        Waits first for a save in flight. Returns the results of earlier saves.
+        """
         assert self.writer is not None, "open_writer was called"
         ended = self.writer.wait()
         self.writer.save(step, tensors, state, None)
@@ -106,9 +120,10 @@ class Memory:
     ) -> FoundCheckpoint:
         """Return the newest whole state, if it is of a later step than `beyond`.
 
-        `misfit`: returns why the run cannot go on from a state, or None. Such a state is skipped.
+        `misfit`: a function that returns why the run cannot go on from a state, or None if it can.
+        A state with a reason is skipped.
         """
-        if not any(self.ranks.each(self.root.is_dir)):
+        if not any(self.ranks.run_on_all(self.root.is_dir)):
             return FoundCheckpoint(None, [])
         disks = Disks.find(self.root, self.ranks)
         found = Gatherer(self.root, True, None, disks).newest()
@@ -118,7 +133,7 @@ class Memory:
         step = step_of(path.name) or 0
         if step <= beyond:
             return FoundCheckpoint(None, [])
-        reason = self.ranks.first(lambda: misfit(read_state(path)))
+        reason = self.ranks.run_on_rank_0(lambda: misfit(read_state(path)))
         if reason is not None:
             return FoundCheckpoint(None, [(path, f"{path}: {reason}")])
         return found
@@ -136,12 +151,12 @@ class Memory:
             for path in self.root.glob("step-*"):
                 shutil.rmtree(path, ignore_errors=True)
 
-        self.ranks.each(remove)
+        self.ranks.run_on_all(remove)
 
     def clear(self) -> None:
-        """Remove the folder. Called when the run has ended, and its last checkpoint is on disk."""
+        """Remove the folder. It is called at the end of a run, when its last checkpoint is on disk."""
         self.wait()
-        self.ranks.each(lambda: shutil.rmtree(self.folder, ignore_errors=True))
+        self.ranks.run_on_all(lambda: shutil.rmtree(self.folder, ignore_errors=True))
 
 
 def require_room(nbytes: int) -> None:
@@ -173,7 +188,7 @@ def _token(path: Path) -> str | None:
 
 
 def _remove_stale(own: Path) -> None:
-    """Remove the folders of this user whose launchers are dead, but not `own`."""
+    """Remove the memory of other runs of this user whose launchers are dead. `own` stays."""
     for folder in HOST_MEMORY.glob(f"{PREFIX}*"):
         # A run that ends at this moment may remove its folder.
         with suppress(OSError):

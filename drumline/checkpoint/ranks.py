@@ -22,8 +22,8 @@ T = TypeVar("T")
 # A collective of a save waits for the slowest writer, such as one with a large shard on a slow
 # network disk.
 SAVE_TIMEOUT = timedelta(hours=2)
-# Errors in the program, which come again however often it is tried. The errors that may pass are
-# OSError (disks and networks) and RuntimeError (torch).
+# Errors of the program, which come again at each attempt. OSError (disks and networks) and
+# RuntimeError (torch) may be transient.
 PERMANENT_ERRORS = (
     TypeError,
     ValueError,
@@ -38,25 +38,30 @@ PERMANENT_ERRORS = (
 class RanksError(Exception):
     """A function failed on at least one rank.
 
-    The text is the same on every rank and names the ranks that failed. `lasting`: trying again
-    would fail for the same reason.
+    The text is the same on every rank and names the ranks that failed. `is_permanent`: a second
+    attempt would fail for the same reason.
     """
 
-    lasting = False
+    is_permanent = False
 
 
 class Outcome(NamedTuple):
-    """The outcome of a function on one rank: its result, or the text of its error."""
+    """The outcome of a function on one rank: its result, or the text of its error.
+
+    `is_permanent`: see RanksError.
+    """
 
     result: Any
     error: str | None
-    is_lasting: bool
+    is_permanent: bool
 
 
-class Ranks:
-    """The processes that act together; without a process group only this one.
+class RankGroup:
+    """Ranks that act together: a function succeeds on all of them or fails on all of them.
 
-    `error_type`: what `each` and `first` raise on all ranks if a function fails on one.
+    `group`: their process group; None if this process acts by itself.
+    `error_type`: what `run_on_all` and `run_on_rank_0` raise on all ranks if a function fails on
+    one.
     """
 
     def __init__(
@@ -71,36 +76,37 @@ class Ranks:
             self.size = dist.get_world_size(group)
 
     @staticmethod
-    def all(alone: bool = False, error_type: type[Exception] = RanksError) -> Ranks:
+    def all(collective: bool = True, error_type: type[Exception] = RanksError) -> RankGroup:
         """Return all ranks, over the default group.
 
-        Without a process group, or with `alone`, this process acts by itself.
+        Without a process group, or if not `collective`, this process acts by itself.
         """
-        if alone or not dist.is_initialized():
-            return Ranks(None, error_type)
-        return Ranks(dist.group.WORLD, error_type)
+        if not collective or not dist.is_initialized():
+            return RankGroup(None, error_type)
+        return RankGroup(dist.group.WORLD, error_type)
 
     @staticmethod
-    def all_apart() -> Ranks:
-        """Return all ranks, over a new gloo group.
+    def create_separate() -> RankGroup:
+        """Return all ranks, over a new gloo group for the collectives of a background thread.
 
-        For a background thread, whose collectives must not mix with those of training.
+        These must not mix with the collectives of training. Collective.
         """
         if not dist.is_initialized():
-            return Ranks(None)
+            return RankGroup(None)
         group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT, group_desc=GROUP_OF_SAVES)
-        return Ranks(group)
+        return RankGroup(group)
 
-    def each(self, step: Callable[[], T]) -> list[T]:
-        """Run `step` on every rank, and return the results of all ranks in their order.
+    def run_on_all(self, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank, and return the results of all ranks in their order.
 
         Raises `error_type` on all ranks if it failed on any. Collective.
         """
         try:
-            mine = Outcome(step(), None, False)
-        # The other ranks must hear of any failure.
+            mine = Outcome(action(), None, False)
+        # The other ranks must hear of any failure. CheckpointException is no Exception: torch
+        # derives it from BaseException.
         except (Exception, CheckpointException) as error:  # noqa: BLE001
-            mine = Outcome(None, describe_error(error), is_lasting(error))
+            mine = Outcome(None, describe_error(error), is_permanent(error))
         outcomes = [mine] * self.size
         if self.group is not None:
             dist.all_gather_object(outcomes, mine, group=self.group)
@@ -109,7 +115,7 @@ class Ranks:
         return [outcome.result for outcome in outcomes]
 
     def _error(self, outcomes: list[Outcome]) -> Exception:
-        """Return the error of a step that failed on some ranks."""
+        """Return the error to raise for an action that failed on some ranks."""
         failures = {}
         for rank, outcome in enumerate(outcomes):
             if outcome.error is not None:
@@ -120,24 +126,27 @@ class Ranks:
             texts = [failures[0]]
         error = self.error_type("; ".join(texts))
         if isinstance(error, RanksError):
-            error.lasting = any(outcome.is_lasting for outcome in outcomes)
+            error.is_permanent = any(outcome.is_permanent for outcome in outcomes)
         return error
 
-    def first(self, step: Callable[[], T]) -> T:
-        """Run `step` on rank 0 and return its result on all ranks. Raises `error_type` on all."""
+    def run_on_rank_0(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0, and return its result on all ranks.
 
-        def step_of_first() -> T | None:
+        Raises `error_type` on all ranks if it failed. Collective.
+        """
+
+        def run_if_rank_0() -> T | None:
             if self.rank == 0:
-                return step()
+                return action()
             return None
 
-        return self.each(step_of_first)[0]  # type: ignore[return-value]
+        return self.run_on_all(run_if_rank_0)[0]  # type: ignore[return-value]
 
 
-def is_lasting(error: BaseException) -> bool:
-    """Return whether trying again would fail for the same reason."""
+def is_permanent(error: BaseException) -> bool:
+    """Return whether a second attempt would fail for the same reason."""
     if isinstance(error, RanksError):
-        return error.lasting
+        return error.is_permanent
     return isinstance(error, PERMANENT_ERRORS)
 
 

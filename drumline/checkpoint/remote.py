@@ -18,7 +18,6 @@ import errno
 import json
 import math
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -66,8 +65,9 @@ T = TypeVar("T")
 class Store:
     """A folder at a URL.
 
-    A request that fails is repeated after each of `PAUSES`, and then raises OSError. A missing file
-    raises FileNotFoundError at once.
+    The names of files and folders are relative to that folder. A request that fails is repeated
+    after each of `PAUSES`, and then raises OSError. A missing file raises FileNotFoundError at
+    once.
     """
 
     def __init__(self, url: str) -> None:
@@ -90,14 +90,14 @@ class Store:
             raise EnvironmentFault(redact(first_line(error)), where=self.url, fix=fix) from None
 
     def put(self, local: Path, name: str) -> None:
-        """Send a file, a large one in parts."""
+        """Upload a file, in parts if it is large. Raises OSError."""
         options: dict[str, Any] = {}
         if "s3" in self.fs.protocol:
             options["chunksize"] = max(PART_BYTES, local.stat().st_size // MOST_PARTS)
         self._repeat(name, lambda: self.fs.put_file(str(local), self._path(name), **options))
 
     def put_bytes(self, data: bytes, name: str) -> None:
-        """Write a file."""
+        """Write `data` to a file. Raises OSError."""
         self._repeat(name, lambda: self.fs.pipe_file(self._path(name), data))
 
     def replace_bytes(self, data: bytes, name: str) -> None:
@@ -116,7 +116,7 @@ class Store:
         self._repeat(name, lambda: self.fs.mv(self._path(temporary), self._path(name)))
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file."""
+        """Return the content of a file. Raises OSError."""
         content = self._repeat(name, lambda: self.fs.cat_file(self._path(name)))
         assert isinstance(content, bytes)
         return content
@@ -124,28 +124,39 @@ class Store:
     def get(self, name: str, to: Path, manifest: Manifest) -> None:
         """Copy a file of a checkpoint to a new file.
 
-        Raises CheckpointError if it is not what the manifest says.
+        Raises CheckpointError if it is not what the manifest says, or if this disk is full.
         """
 
-        def copy() -> None:
-            to.unlink(missing_ok=True)
-            with (
-                self.fs.open(self._path(name), "rb", block_size=PART_BYTES) as source,
-                HashingFile(to) as target,
-            ):
-                while True:
-                    piece = source.read(PART_BYTES)
-                    if not piece:
-                        break
-                    target.write(piece)
+        def copy() -> OSError | None:
+            """Copy once. Returns an error of this disk: the store need not be asked again."""
+            disk_failures: list[OSError] = []
+            try:
+                to.unlink(missing_ok=True)
+                with (
+                    self.fs.open(self._path(name), "rb", block_size=PART_BYTES) as source,
+                    HashingFile(to, disk_failures) as target,
+                ):
+                    while True:
+                        piece = source.read(PART_BYTES)
+                        if not piece:
+                            break
+                        target.write(piece)
+            except OSError:
+                if disk_failures:
+                    return disk_failures[0]
+                raise
             if target.record() != manifest.files[to.name]:
                 raise OSError("its content is not what was written (sha256 differs)")
+            return None
 
         with disk_errors("cannot be read", f"{self.url}/{name}", CheckpointError):
-            self._repeat(name, copy)
+            disk_failure = self._repeat(name, copy)
+        if disk_failure is not None:
+            with disk_errors("cannot be written", str(to), CheckpointError, "free some space"):
+                raise disk_failure
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Return file → bytes of the files right in a folder; empty if there is no folder."""
+        """Return the bytes of each file in a folder, by name; {} if there is no such folder."""
         sizes = {}
         for entry in self._entries(name):
             if entry["type"] == "file":
@@ -153,7 +164,7 @@ class Store:
         return sizes
 
     def folders(self, name: str) -> list[str]:
-        """Return the names of the folders right in a folder."""
+        """Return the names of the folders in a folder, sorted."""
         names = []
         for entry in self._entries(name):
             if entry["type"] == "directory":
@@ -161,7 +172,7 @@ class Store:
         return sorted(names)
 
     def _entries(self, name: str) -> list[dict[str, Any]]:
-        """Return fsspec's description of each entry of a folder; [] if there is no folder."""
+        """Return fsspec's description of each entry of a folder; [] if there is no such folder."""
         try:
             return self._repeat(
                 name, lambda: self.fs.ls(self._path(name), detail=True, refresh=True)
@@ -170,12 +181,12 @@ class Store:
             return []
 
     def remove(self, name: str) -> None:
-        """Remove a file that may not be there."""
+        """Remove a file, if it is there. Raises OSError."""
         with suppress(FileNotFoundError):
             self._repeat(name, lambda: self.fs.rm_file(self._path(name)))
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder that may not be there, with all in it."""
+        """Remove a folder with its content, if it is there. Raises OSError."""
         with suppress(FileNotFoundError):
             self._repeat(name, lambda: self.fs.rm(self._path(name), recursive=True))
 
@@ -186,7 +197,10 @@ class Store:
         return f"{self.root}/{name}"
 
     def _repeat(self, name: str, request: Callable[[], T]) -> T:
-        """Make a request, and repeat it as `Store` says. `name`: the file that errors name."""
+        """Make a request, and repeat it as `Store` says.
+
+        `name`: of the file or folder at the store, for the text of an error. Raises OSError.
+        """
         place = f"{self.url}/{name}"
         for pause in [*PAUSES, math.inf]:
             try:
@@ -203,7 +217,7 @@ class Store:
 
 
 def _last_part(path: str) -> str:
-    """Return the name of a file or folder in a store."""
+    """Return the last part of a path in a store: the name of the file or folder."""
     return path.rstrip("/").rpartition("/")[2]
 
 
@@ -212,16 +226,15 @@ def _is_refusal(error: Exception) -> bool:
     return isinstance(error, PermissionError) or type(error).__name__.endswith("CredentialsError")
 
 
-class Remote(Retention):
+class RemoteCheckpoints(Retention):
     """The checkpoints of a run at a URL.
 
-    Rank 0 calls all methods but `send`, which every rank calls for the files that it wrote.
+    Rank 0 calls all methods but `send`, which every rank calls for the files that it wrote. The
+    arguments besides `url` are those of `Retention`.
     """
 
-    def __init__(
-        self, url: str, keep: int = sys.maxsize, keep_best: bool = False, mode: str = "min"
-    ) -> None:
-        super().__init__(Path(), keep, keep_best, mode)
+    def __init__(self, url: str, keep: int, keep_best: bool, mode: str) -> None:
+        super().__init__(keep, keep_best, mode)
         self.store = Store(url)
 
     @property
@@ -230,7 +243,7 @@ class Remote(Retention):
         return self.store.url
 
     def open(self) -> None:
-        """Become the owner of the URL, read the manifests there, and remove unfinished checkpoints.
+        """Become the owner of the URL, read the manifests there, and remove what was not finished.
 
         Raises OSError.
         """
@@ -249,9 +262,9 @@ class Remote(Retention):
                     self.known[manifest.step] = manifest
 
     def manifest(self, name: str) -> Manifest | None:
-        """Return the manifest of a checkpoint; None if it was not finished.
+        """Return the manifest of the checkpoint in the folder `name`; None if it was not finished.
 
-        Raises CheckpointError for a damaged one, OSError.
+        Raises CheckpointError for a damaged manifest, and OSError.
         """
         return read_remote_manifest(self.store, f"{CHECKPOINTS}/{name}")
 
@@ -269,9 +282,11 @@ class Remote(Retention):
             list(pool.map(lambda name: self.store.put(folder / name, f"{place}/{name}"), names))
 
     def finish(self, folder: Path, manifest: Manifest) -> None:
-        """Upload the index, the state and last the manifest, once all shards are there.
+        """Finish the upload of the checkpoint in `folder`, once all ranks have sent their shards.
 
-        Raises OSError.
+        Uploads the index and the state, compares the sizes of all files with the manifest, copies
+        plan, config and events of the run folder (which holds `folder` in `checkpoints`), and
+        uploads the manifest last. Raises OSError. The checkpoint then does not count.
         """
         self.send(folder, [INDEX, STATE])
         place = f"{CHECKPOINTS}/{folder.name}"
@@ -312,7 +327,7 @@ class Remote(Retention):
 def read_remote_manifest(store: Store, folder: str) -> Manifest | None:
     """Return the manifest of a checkpoint's folder; None if there is none.
 
-    Raises CheckpointError for a damaged one, OSError.
+    Raises CheckpointError for a damaged manifest, and OSError.
     """
     name = f"{folder}/{MANIFEST}".lstrip("/")
     place = f"{store.url}/{name}"
@@ -325,7 +340,7 @@ def read_remote_manifest(store: Store, folder: str) -> Manifest | None:
 
 
 def read_remote_manifests(store: Store) -> dict[str, Manifest]:
-    """Return the manifest of each finished checkpoint of a run at a URL, by the folder's name.
+    """Return the manifest of each finished checkpoint of a run at a URL, by the name of its folder.
 
     Checkpoints with a damaged manifest are left out. Raises OSError.
     """
@@ -359,11 +374,11 @@ def download_files(
 def choose(url: str, which: str | int = "last") -> tuple[Store, str, Manifest]:
     """Return (store, folder in it, manifest) of a checkpoint at a URL.
 
-    `url`: of a checkpoint, or of a run. Of a run `which` names the checkpoint: `last`, `best`, a
-    step, or the folder's name. Raises CheckpointError, also for a store that does not answer.
+    `url`: of a checkpoint, or of a run. `which`: names a checkpoint of the run: `last`, `best`, its
+    step, or the name of its folder. Raises CheckpointError, also if the store does not answer.
     """
     mistake = url_mistake(url)
-    if mistake and not url.startswith("memory://"):
+    if mistake:
         raise CheckpointError(
             mistake, where=redact(url), fix="name a checkpoint or a run by its URL alone"
         )
@@ -430,7 +445,10 @@ def require_unused(url: str) -> None:
 
 
 def read_remote_state(url: str, which: str | int = "last") -> tuple[str, dict[str, Any]]:
-    """Return (its own URL, the run's state) of a checkpoint at a URL. Raises CheckpointError."""
+    """Return (URL of the checkpoint, state of the run) of a checkpoint at a URL.
+
+    `url` and `which`: see `choose`. Raises CheckpointError.
+    """
     store, folder, _ = choose(url, which)
     place = f"{store.url}/{folder}"
     with disk_errors("cannot be read", place, CheckpointError):
@@ -442,11 +460,11 @@ def read_remote_state(url: str, which: str | int = "last") -> tuple[str, dict[st
 
 @contextmanager
 def local_copy(place: str | Path, which: str | int = "best") -> Iterator[Path]:
-    """Return a context with a local folder that holds what is at `place`.
+    """Yield a local folder with the content of `place`, a folder or a URL.
 
-    For a folder it is `place` itself. For a URL it is a copy, which is deleted when the context
-    ends: of a checkpoint, or of a run its plan, its config and the checkpoint `which`. Raises
-    CheckpointError and EnvironmentFault.
+    A folder is yielded itself. A URL is downloaded to a temporary folder, which is removed at the
+    end of the `with` block: the checkpoint at the URL, or of a run its plan, its config and the
+    checkpoint `which` (see `choose`). Raises CheckpointError and EnvironmentFault.
     """
     if not is_url(str(place)):
         yield Path(place)
@@ -471,6 +489,7 @@ def local_copy(place: str | Path, which: str | int = "best") -> Iterator[Path]:
         if not is_run:
             yield checkpoint
             return
+        # Whichever pointer a reader follows, it finds the only checkpoint of the copy.
         for pointer in (LATEST, BEST):
             (checkpoint.parent / pointer).write_text(checkpoint.name)
         for name in RUN_INPUTS:
@@ -516,9 +535,14 @@ def copy_run_files_within(url: str, run_dir: Path, seconds: float) -> None:
 def require_owner(store: Store) -> None:
     """Raise OSError if another start of the run has become the owner of the URL.
 
-    That happens if this process was cut off from the network, or taken for dead.
+    That happens if this process was cut off from the network, or taken for dead. OSError is also
+    raised for an owner.json that cannot be read.
     """
-    owner = json.loads(store.read(OWNER))
+    try:
+        owner = dict(json.loads(store.read(OWNER)))
+    except (ValueError, TypeError) as error:
+        what = "damaged: it does not say which run writes here"
+        raise OSError(errno.EIO, what, f"{store.url}/{OWNER}") from error
     if owner.get("token") != this_process().name:
         host = str(owner.get("host"))[:MOST_HOST_CHARACTERS]
         what = f"taken over by pid {owner.get('pid')} on host {host}"

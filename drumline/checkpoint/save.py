@@ -50,11 +50,11 @@ from drumline.checkpoint.manifest import (
     folder_name,
     step_of,
     write_durable,
-    write_part,
+    write_manifest_or_part,
 )
-from drumline.checkpoint.ranks import Ranks, RanksError, describe_error, is_lasting
-from drumline.checkpoint.remote import Remote
-from drumline.checkpoint.retention import Retention, best_checkpoint
+from drumline.checkpoint.ranks import RankGroup, RanksError, describe_error, is_permanent
+from drumline.checkpoint.remote import RemoteCheckpoints
+from drumline.checkpoint.retention import LocalCheckpoints, best_checkpoint
 from drumline.checkpoint.staging import Staging
 from drumline.checkpoint.storage import Writer, read_tensor_records
 from drumline.errors import CheckpointError, EnvironmentFault
@@ -67,8 +67,8 @@ HEADROOM = 1.2
 # Bytes of a stored tensor besides its numbers (zip headers, alignment, its entry in the index);
 # measured 1.6 KB.
 OVERHEAD_BYTES = 2048
-# How long, at least, this rank may wait for a save in the background before the watcher takes the
-# rank for hung.
+# A rank that waits for a save in the background counts as hung after TIMES the seconds of the
+# longest save so far (system/heartbeat.py), but not before it has waited so long.
 PATIENCE_SECONDS = 60.0
 
 
@@ -79,10 +79,14 @@ class SaveResult:
     It is the same on every rank, apart from the seconds, and from the path if hosts have folders of
     their own.
 
-    `path`: the checkpoint; None if nothing was committed.
+    `step`: the training step of the checkpoint.
+    `path`: the checkpoint; None if it was not committed, or did not reach its URL.
+    `seconds`: from the call of `save` until the save had succeeded or failed.
+    `bytes`: of all files of the checkpoint, from all ranks; 0 without a `path`.
     `error`: why the save failed. With a `path` the checkpoint is whole, and tidying up failed.
+    `blocked_seconds`: for how long training waited: all `seconds` unless the save is asynchronous.
     `begun`: False if the disk had too little space, so nothing was written.
-    `lasting`: trying again would fail for the same reason.
+    `is_permanent`: a second attempt would fail for the same reason.
     """
 
     step: int
@@ -92,19 +96,26 @@ class SaveResult:
     error: str | None
     blocked_seconds: float
     begun: bool = True
-    lasting: bool = False
+    is_permanent: bool = False
 
 
 T = TypeVar("T")
 
 
 class _NotUploaded(Exception):
-    """A checkpoint on disk did not reach the URL."""
+    """A checkpoint on disk did not reach the URL. `cause`: what failed, on which ranks."""
+
+    def __init__(self, cause: RanksError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 @dataclass
 class _Job:
-    """A save that has begun."""
+    """A save, from its preparation on.
+
+    `begun` of its result is False if it lacks space already before anything is written.
+    """
 
     step: int
     state: bytes
@@ -117,7 +128,11 @@ class _Job:
 
 
 class _Written(NamedTuple):
-    """The shards that a rank has written, by file name, and the next serial as far as it knows."""
+    """What a rank has written: a record of each shard, by file name.
+
+    `serial`: the next serial by what this rank's disk and the URL hold. The largest one of all
+    ranks becomes the serial of the save.
+    """
 
     records: dict[str, FileRecord]
     serial: int
@@ -152,18 +167,20 @@ class Checkpointer:
     ) -> None:
         """Open the folder and the URL.
 
-        `serial` is the smallest serial of a save (Manifest). With a `url` or `replicas` hosts may
-        have a `root` of their own each. Raises EnvironmentFault if `root` or the URL cannot be
-        used.
+        All but `asynchronous`, `url` and `replicas` is described at `Retention`. `asynchronous`:
+        training goes on while a thread writes. `url`: a place for copies (`RemoteCheckpoints`).
+        `replicas`: to how many further disks each file is copied. With a `url` or `replicas` each
+        host may have a `root` of its own. Collective; raises EnvironmentFault if `root` or the URL
+        cannot be used.
         """
         self.root = Path(root)
         self.asynchronous = asynchronous
         self.replicas = replicas
-        self.ranks = Ranks.all_apart()
-        self.retention = Retention(self.root, keep, keep_best, mode, serial)
-        self.remote: Remote | None = None
+        self.ranks = RankGroup.create_separate()
+        self.retention = LocalCheckpoints(self.root, keep, keep_best, mode, serial)
+        self.remote: RemoteCheckpoints | None = None
         if url:
-            self.remote = Remote(url, keep, keep_best, mode)
+            self.remote = RemoteCheckpoints(url, keep, keep_best, mode)
         self.staging = Staging()
         self._thread: threading.Thread | None = None
         self._longest_seconds = 0.0  # of any save so far
@@ -176,35 +193,38 @@ class Checkpointer:
                 self.disks = Disks.find(self.root, self.ranks)
             else:
                 self.disks = Disks.shared(self.ranks)
-            self._each_disk(self.retention.open)
+            self._run_on_each_disk(self.retention.open)
             if self.remote is not None:
-                self.ranks.first(self.remote.open)
+                self.ranks.run_on_rank_0(self.remote.open)
         except RanksError as failure:
             raise EnvironmentFault(
                 f"checkpoints cannot be kept here: {failure}", where=str(self.root)
             ) from failure
 
-    def _each_disk(self, step: Callable[[], T]) -> list[T | None]:
-        """Run a step on the rank that leads each disk. Returns its results, None for other ranks.
+    def _run_on_each_disk(self, action: Callable[[], T]) -> list[T | None]:
+        """Run `action` on one rank of each disk, its leader.
 
-        Collective; raises RanksError.
+        Returns the results by rank; None for ranks that lead no disk. Collective; raises
+        RanksError.
         """
 
-        def step_of_leader() -> T | None:
+        def run_if_leader() -> T | None:
             if self.disks.is_leader:
-                return step()
+                return action()
             return None
 
-        return self.ranks.each(step_of_leader)
+        return self.ranks.run_on_all(run_if_leader)
 
     def save(
         self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], metric: float | None
     ) -> None:
-        """Begin to store `tensors` (by canonical name; plain tensors or DTensors) and `state`.
+        """Save a checkpoint of a training step, in the background if `asynchronous`. Collective.
 
-        `state` is JSON; rank 0's is kept. A plain tensor must be equal on all ranks that name it. A
-        `metric` that is not finite counts as none. Waits for a save in flight first. Afterwards
-        training may change the tensors. Collective.
+        Waits first for a save in flight. Training may change the tensors once this returns.
+
+        `tensors`: by canonical name, plain tensors or DTensors. A plain tensor must be equal on all
+        ranks that name it. `state`: of the run, what JSON can hold; rank 0's is saved. `metric`: of
+        these weights; None, or a number that is not finite, if it is not known.
         """
         if metric is not None:
             metric = float(metric)
@@ -232,16 +252,17 @@ class Checkpointer:
     def _prepare(self, job: _Job, tensors: dict[str, Tensor]) -> str | None:
         """Decide what this rank stores, and copy it for the background.
 
-        Returns the error if a disk lacks space, else None. Collective; raises RanksError.
+        Returns the error if a disk lacks space; None if none does. Collective; raises RanksError.
         """
         job.tensors, job.estimate = assign_tensors(tensors, self.ranks)
-        for space_error in self.ranks.each(lambda: self._space_error(job)):
+        for space_error in self.ranks.run_on_all(lambda: self._space_error(job)):
             if space_error is not None:
                 return space_error
         if self.asynchronous:
             copies: dict[str, Tensor] = {}
-            # A common step: a rank without memory for its copies must not leave the others waiting.
-            self.ranks.each(lambda: copies.update(self.staging.copy(job.tensors)))
+            # On all ranks together: if one lacks memory for its copies, the save fails on all, and
+            # none waits for another.
+            self.ranks.run_on_all(lambda: copies.update(self.staging.copy(job.tensors)))
             job.tensors = copies
         return None
 
@@ -258,15 +279,15 @@ class Checkpointer:
         if not math.isfinite(metric):
             return None
         try:
-            manifest = self._each_disk(lambda: self.retention.write_metric(step, metric))[0]
+            manifest = self._run_on_each_disk(lambda: self.retention.write_metric(step, metric))[0]
             assert manifest is not None, "rank 0 leads its disk"
             remote = self.remote
             if remote is not None:
-                self.ranks.first(lambda: remote.replace_manifest(manifest))
+                self.ranks.run_on_rank_0(lambda: remote.replace_manifest(manifest))
             # Nothing is removed before all have the metric.
-            self._each_disk(lambda: self.retention.tidy_up(manifest))
+            self._run_on_each_disk(self.retention.tidy_up)
             if remote is not None:
-                self.ranks.first(lambda: remote.tidy_up(manifest))
+                self.ranks.run_on_rank_0(remote.tidy_up)
         # The checkpoint itself is whole; the caller may save it anew.
         except Exception as failure:  # noqa: BLE001
             return describe_error(failure)
@@ -280,10 +301,10 @@ class Checkpointer:
         state: dict[str, Any],
         metric: float | None,
     ) -> tuple[SaveResult, bool]:
-        """Save to another `folder`, after `root` has failed. Collective.
+        """Save to another `folder`, after saves under `root` have failed. Collective.
 
-        If the whole checkpoint does not fit there, only its weights are saved. Returns the result,
-        and whether the whole checkpoint was saved.
+        If the whole checkpoint cannot be saved there, only its weights are saved. Returns (result,
+        whether the whole checkpoint was saved). Nothing was saved if the result has no path.
         """
         try:
             rescuer = Checkpointer(
@@ -313,13 +334,14 @@ class Checkpointer:
     def gather(self) -> None:
         """Make the newest checkpoint and the best one whole on rank 0's disk.
 
+        No save may be in flight (`wait`), because its thread uses the same process group.
         Collective; raises CheckpointError.
         """
         copies = self.replicas + 1
         every_disk_has_all_files = len(self.disks.groups) <= copies
         if every_disk_has_all_files:
             return
-        disks = Disks(Ranks(self.ranks.group, CheckpointError), self.disks.groups)
+        disks = Disks(RankGroup(self.ranks.group, CheckpointError), self.disks.groups)
         store = None
         if self.remote is not None:
             store = self.remote.store
@@ -329,7 +351,7 @@ class Checkpointer:
     def poll(self) -> list[SaveResult]:
         """Return the results of the saves that ended since the last call, oldest first.
 
-        Does not wait.
+        It does not wait and is not collective: ranks may get a result at different steps.
         """
         if self._thread is None or not self._thread.is_alive():
             self._join()
@@ -345,8 +367,7 @@ class Checkpointer:
     def _join(self) -> None:
         """Wait for the save in flight, and keep its result."""
         if self._thread:
-            # The watcher lets the first save take as long as `health` allows, and a later one a
-            # multiple of the longest.
+            # The limit of the first save is that of `health`.
             patience = math.inf
             if self._longest_seconds:
                 patience = max(PATIENCE_SECONDS, TIMES * self._longest_seconds)
@@ -360,11 +381,15 @@ class Checkpointer:
             self._ended = None
 
     def _run(self, job: _Job) -> None:
-        """Take all steps of a save after the first; in a thread if asynchronous."""
+        """Do all of a save that follows its preparation, and store its result in `_ended`.
+
+        It runs in a thread if the save is asynchronous.
+        """
         folder: Path | None = None
         try:
             folder = self._make_folder(job)
             committed = self._commit(job, folder)
+        # CheckpointException is no Exception: torch derives it from BaseException.
         except (Exception, CheckpointException) as failure:  # noqa: BLE001 - a failed save is a result
             if folder and self.disks.is_leader:
                 # The rest is removed at the next start; the result reports the failure itself.
@@ -374,15 +399,18 @@ class Checkpointer:
         manifest = committed.manifest
         errors = []
         try:
-            self._each_disk(lambda: self.retention.tidy_up(manifest))
+            self._run_on_each_disk(self.retention.tidy_up)
         except Exception as failure:  # noqa: BLE001 - the save itself has succeeded
             errors.append(describe_error(failure))
         try:
             if self.remote is not None:
                 self._upload(self.remote, committed)
         except _NotUploaded as failure:
-            error = f"it is whole in {committed.path}, and did not reach its URL: {failure}"
-            self._ended = _result(job, None, 0, error)
+            errors.insert(
+                0, f"it is whole in {committed.path}, and did not reach its URL: {failure}"
+            )
+            result = _result(job, None, 0, "; ".join(errors))
+            self._ended = replace(result, is_permanent=is_permanent(failure.cause))
             return
         except Exception as failure:  # noqa: BLE001 - the save itself has succeeded
             errors.append(describe_error(failure))
@@ -393,11 +421,10 @@ class Checkpointer:
         self._ended = _result(job, committed.path, manifest.bytes, tidying_error)
 
     def _space_error(self, job: _Job) -> str | None:
-        """Return the error if the disk lacks space for this save, else None. Raises OSError."""
+        """Return the error if this disk lacks space for a save; None if it does not. Raises OSError."""
         # Somebody may have removed the folder since the last save.
         self.root.mkdir(parents=True, exist_ok=True)
-        # The part of all files that this disk gets: those of its own ranks, and replicas.
-        share = min(1.0, (1 + self.replicas) / len(self.disks.groups))
+        share = self.disks.share_of_files(self.replicas)
         needed = int(HEADROOM * (share * job.estimate + len(job.state)))
         free = free_bytes(self.root)
         if free < needed:
@@ -410,8 +437,8 @@ class Checkpointer:
         def make_name() -> str:
             return f"{UNFINISHED}{folder_name(job.step)}-{secrets.token_hex(4)}"
 
-        folder = self.root / self.ranks.first(make_name)
-        self._each_disk(folder.mkdir)
+        folder = self.root / self.ranks.run_on_rank_0(make_name)
+        self._run_on_each_disk(folder.mkdir)
         return folder
 
     def _commit(self, job: _Job, folder: Path) -> _Committed:
@@ -419,7 +446,7 @@ class Checkpointer:
 
         Collective; raises RanksError, or RuntimeError if a rank died.
         """
-        parts = self.ranks.each(
+        parts = self.ranks.run_on_all(
             lambda: _Written(self._write_shards(job, folder), self._next_serial())
         )
         written = [part.records for part in parts]
@@ -434,8 +461,7 @@ class Checkpointer:
             files = {}
             for records in written:
                 files.update(records)
-            # The state has options of the user.
-            files[STATE] = write_durable(folder / STATE, state, private=True)
+            files[STATE] = write_durable(folder / STATE, state)
             manifest = self._manifest(job, serial, files, folder)
             group = self.disks.my_group
             present = {INDEX, STATE}
@@ -444,23 +470,24 @@ class Checkpointer:
             for copy in copies:
                 if copy.target in group:
                     present.add(copy.name)
-            write_part(folder, manifest, present)
+            write_manifest_or_part(folder, manifest, present)
             self.retention.commit(folder, manifest)
             return manifest
 
-        manifest = self._each_disk(finish)[0]
+        manifest = self._run_on_each_disk(finish)[0]
         assert manifest is not None, "rank 0 leads its disk"
         path = self.root / folder_name(job.step)
         return _Committed(path, manifest, written[self.ranks.rank])
 
     def _index_and_state(self, job: _Job, folder: Path) -> tuple[bytes, bytes]:
-        """Return the index (.metadata) and the run's state of rank 0, which alone has both.
+        """Return (index, state of the run) for the leader of each disk to write. Collective.
 
-        If all ranks share a disk, the index is on it already, and b"" is returned. Collective.
+        Both are rank 0's: torch.distributed.checkpoint has written the index (.metadata) only to
+        its disk. If all ranks share that disk, the index is b"", because it need not be written.
         """
         if len(self.disks.groups) == 1:
             return b"", job.state
-        return self.ranks.first(lambda: ((folder / INDEX).read_bytes(), job.state))
+        return self.ranks.run_on_rank_0(lambda: ((folder / INDEX).read_bytes(), job.state))
 
     def _manifest(
         self, job: _Job, serial: int, files: dict[str, FileRecord], folder: Path
@@ -482,13 +509,13 @@ class Checkpointer:
         )
 
     def _next_serial(self) -> int:
-        """Return the serial of the next save: above all on this disk and at the URL."""
+        """Return the serial of the next save: larger than any on this disk and at the URL."""
         serial = self.retention.next_serial()
         if self.remote is not None:
             serial = max(serial, self.remote.next_serial())
         return serial
 
-    def _upload(self, remote: Remote, committed: _Committed) -> None:
+    def _upload(self, remote: RemoteCheckpoints, committed: _Committed) -> None:
         """Copy a committed checkpoint to the URL, and tidy up there.
 
         Collective; raises _NotUploaded, then RanksError.
@@ -497,25 +524,29 @@ class Checkpointer:
         manifest = committed.manifest
         names = committed.written.keys() - {INDEX, STATE}
         try:
-            self.ranks.first(lambda: remote.make_room(manifest.step))
-            self.ranks.each(lambda: remote.send(folder, names))
-            self.ranks.first(lambda: remote.finish(folder, manifest))
+            self.ranks.run_on_rank_0(lambda: remote.make_room(manifest.step))
+            self.ranks.run_on_all(lambda: remote.send(folder, names))
+            self.ranks.run_on_rank_0(lambda: remote.finish(folder, manifest))
         except RanksError as failure:
             raise _NotUploaded(failure) from failure
-        self.ranks.first(lambda: remote.tidy_up(manifest))
+        self.ranks.run_on_rank_0(remote.tidy_up)
 
     def is_kept(self, path: Path) -> bool:
-        """Return whether a checkpoint lies under this root, and at the URL if there is one. Collective."""
+        """Return whether a checkpoint lies under `root`, and at the URL if there is one.
+
+        No save may be in flight (`wait`). Collective.
+        """
 
         def is_known() -> bool:
             step = step_of(path.name)
             if step is None or path.parent.absolute() != self.root.absolute():
                 return False
-            if self.remote is None:
-                return True
-            return self.remote.known.get(step) == self.retention.known.get(step)
+            manifest = self.retention.known.get(step)
+            if manifest is None:
+                return False
+            return self.remote is None or self.remote.known.get(step) == manifest
 
-        return self.ranks.first(is_known)
+        return self.ranks.run_on_rank_0(is_known)
 
     def _write_shards(self, job: _Job, folder: Path) -> dict[str, FileRecord]:
         """Write this rank's shards, and return the record of each file. Raises this rank's error.
@@ -548,7 +579,7 @@ class _Size(NamedTuple):
     is_sharded: bool
 
 
-def assign_tensors(tensors: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tensor], int]:
+def assign_tensors(tensors: dict[str, Tensor], ranks: RankGroup) -> tuple[dict[str, Tensor], int]:
     """Return the tensors that this rank stores, and the bytes that all ranks store together.
 
     The bytes are an upper estimate. A plain tensor is whole on every rank that names it, so one of
@@ -556,13 +587,13 @@ def assign_tensors(tensors: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, 
     bytes so far; all ranks compute the same answer. A DTensor stays with every rank: each has its
     shard, and the planner of torch.distributed.checkpoint leaves replicas of a shard out.
 
-    Tensors are assigned before they are copied for the background, so that eight replicas on a host
-    need the memory of one. Collective; raises RanksError.
+    Tensors are assigned before they are copied for the background, so that eight data-parallel
+    ranks of a host keep one copy of the model together. Collective; raises RanksError.
     """
     mine = {}
     for name, tensor in tensors.items():
         mine[name] = _Size(tensor.numel() * tensor.element_size(), isinstance(tensor, DTensor))
-    everyone = ranks.each(lambda: mine)
+    everyone = ranks.run_on_all(lambda: mine)
     sizes: dict[str, int] = {}
     for sizes_of_rank in everyone:
         for name, size in sizes_of_rank.items():
@@ -601,7 +632,7 @@ def free_bytes(folder: Path) -> int:
 def _failed(job: _Job, failure: BaseException) -> SaveResult:
     """Return the result of a save that failed."""
     result = _result(job, None, 0, describe_error(failure))
-    return replace(result, lasting=is_lasting(failure))
+    return replace(result, is_permanent=is_permanent(failure))
 
 
 def _result(job: _Job, path: Path | None, nbytes: int, error: str | None) -> SaveResult:

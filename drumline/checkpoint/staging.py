@@ -15,7 +15,7 @@ ALIGNED = 64  # bytes: a buffer begins at a multiple of it
 
 
 class Staging:
-    """Copies tensors into one block of host memory, the arena, which all saves use again.
+    """Copies tensors into one block of host memory, the arena, which every save uses again.
 
     The arena is pinned if tensors lie on a GPU. (torch's own pinned memory would round each piece
     up to a power of two.)
@@ -29,16 +29,17 @@ class Staging:
         self.pinned = False
 
     @property
-    def bytes_(self) -> int:
-        """Host memory of the arena in bytes; 0 before the first save in the background."""
+    def arena_bytes(self) -> int:
+        """The size of the arena in bytes; 0 before the first save in the background."""
         if self.arena is None:
             return 0
         return self.arena.nbytes
 
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of all tensors by name, after they have been made.
+        """Copy all tensors to the arena, wait for that, and return the copies by name.
 
-        Of a DTensor only the local shard is copied, into a DTensor of the same layout.
+        Of a DTensor only the local shard is copied, into a DTensor of the same layout. The next
+        call overwrites the copies.
         """
         shards = {name: _shard_of(tensor) for name, tensor in tensors.items()}
         if not self._fits(shards):

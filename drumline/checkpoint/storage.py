@@ -6,6 +6,7 @@ file names in it cannot leave the checkpoint's folder.
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -79,11 +80,11 @@ class Files(FileSystem):
     def mkdir(self, path: str | os.PathLike[str]) -> None:
         # Rank 0 made the folder. A rank that does not see it would write to another disk.
         if not Path(path).is_dir():
-            raise FileNotFoundError(
-                2,
-                "not visible from this host: checkpoints need a file system that all hosts share",
-                str(path),
+            what = (
+                "not visible from this host: share the run folder between all hosts, or set "
+                "checkpoint.replicas or checkpoint.url"
             )
+            raise FileNotFoundError(errno.ENOENT, what, str(path))
 
 
 class Writer(FileSystemWriter):
@@ -175,14 +176,17 @@ def read_index(folder: Path, manifest: Manifest) -> Metadata:
 
 
 def read_tensor_records(folder: Path) -> dict[str, TensorRecord]:
-    """Return the unsharded tensors of a folder that dcp.save has just written, from its index."""
+    """Return the global shape and dtype of each tensor that dcp.save has just written to a folder."""
     with open_regular(folder / INDEX) as file:
         index = _IndexUnpickler(file).load()
     return tensor_records(index)
 
 
 def tensor_records(index: Metadata) -> dict[str, TensorRecord]:
-    """Return the unsharded tensors that an index describes. Raises TypeError for anything but tensors."""
+    """Return the global shape and dtype of each tensor in an index, by name.
+
+    Raises TypeError if the index names anything but tensors.
+    """
     records = {}
     for name, entry in index.state_dict_metadata.items():
         if type(entry) is not TensorStorageMetadata:

@@ -42,7 +42,7 @@ MOST_CHARACTERS = 80  # of a value in a message
 # Types whose `repr` tells two values apart.
 SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 # Makes a context in which a dataset draws the same random numbers in each process, see
-# `dist.seeds.Draws.used`.
+# `dist.seeds.Draws.use`.
 DrawContext = Callable[[], AbstractContextManager[None]]
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import torch
 
 
-def copied_to(device: torch.device | str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on a device; a copy from the host to a GPU does not block the host."""
+def copy_to_device(device: torch.device | str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on a device. The host does not wait for a copy to a GPU."""
     if torch.device(device).type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-class LateCopy:
-    """A tensor of a device that is being copied to the host, which reads it later."""
+class AsyncHostCopy:
+    """A copy of a tensor from a GPU to the host, which the host reads later.
+
+    A tensor on another device is not copied: `read` returns the tensor itself.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Begin to copy `tensor`.
-
-        Work that its device is given from now on does not delay the copy.
-        """
+        """Start to copy `tensor`. Work that the GPU is given afterwards does not delay the copy."""
         self.on_host = tensor
         self.arrived: torch.cuda.Event | None = None
         if tensor.is_cuda:
@@ -29,7 +29,7 @@ class LateCopy:
             self.arrived.record()
 
     def read(self) -> torch.Tensor:
-        """Wait until the copy is there, and return it."""
+        """Wait until the copy is on the host, and return it."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.on_host

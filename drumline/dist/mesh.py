@@ -9,14 +9,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from drumline.config.mesh import DIMENSIONS, GROUP_BESIDE_STEPS, Mesh
-from drumline.dist.timeouts import limit_between_steps, share_timeout
+from drumline.dist.timeouts import apply_timeout_to_groups, limit_between_steps
 
 
 def device_mesh(mesh: Mesh, device: str) -> DeviceMesh:
-    """Return the device mesh of a plan, with all dimensions by name, also those of size one.
+    """Return the device mesh of a plan, with all dimensions of `config.mesh.DIMENSIONS` by name.
 
-    Collective. A single process becomes a process group of one. All models of a run share one mesh,
-    because each group of NCCL takes memory on every GPU.
+    Dimensions of size one are among them. A single process becomes a process group of one. All
+    models of a run share one mesh, because each group of NCCL takes memory on every GPU.
+    Collective.
     """
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
@@ -28,32 +29,33 @@ def device_mesh(mesh: Mesh, device: str) -> DeviceMesh:
 def _cached_mesh(_world: dist.ProcessGroup, mesh: Mesh, device: str) -> DeviceMesh:
     sizes = tuple(getattr(mesh, name) for name in DIMENSIONS)
     made = init_device_mesh(device, sizes, mesh_dim_names=DIMENSIONS)
-    share_timeout()
+    apply_timeout_to_groups()
     return made
 
 
 @lru_cache(maxsize=1)
 def side_group(_world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return another group of all ranks, for communication beside the steps.
+    """Return a second group of all ranks, for communication beside the steps.
 
-    The first call makes it, and is collective.
+    The first call makes the group, and is collective.
     """
     return dist.new_group(timeout=limit_between_steps(), group_desc=GROUP_BESIDE_STEPS)
 
 
 def data_mesh(whole: DeviceMesh) -> DeviceMesh:
-    """Return what FSDP2 shards over: (shard,), or (replicate, shard) for several copies.
+    """Return the mesh over which FSDP2 shards all weights but those of experts.
 
-    Collective. Ranks that hold parts of the same sequence hold the same weights, so
-    context-parallel ranks shard with the data ranks. So do ranks that hold different experts, apart
-    from these (`expert_mesh`).
+    Its dimensions are (shard,), or (replicate, shard) if there are several copies of the model.
+    Context-parallel ranks (cp) hold parts of the same sequence and so the same weights, which they
+    shard together with the data ranks. So do ranks that hold different experts (ep); the experts
+    are sharded over `expert_mesh`. Collective.
     """
     names = ["shard"]
     for name in ("ep", "cp"):
         if whole[name].size() > 1:
             names.append(name)
     if len(names) > 1:
-        shard = _flattened(whole[tuple(names)], "_".join(names))
+        shard = _flatten(whole[tuple(names)], "_".join(names))
     else:
         shard = whole["shard"]
     if whole["replicate"].size() == 1:
@@ -62,16 +64,16 @@ def data_mesh(whole: DeviceMesh) -> DeviceMesh:
 
 
 def expert_mesh(whole: DeviceMesh) -> DeviceMesh:
-    """Return what FSDP2 shards a rank's experts over: the ranks that hold the same experts."""
+    """Return the mesh over which FSDP2 shards a rank's experts: the ranks with the same experts."""
     if whole["replicate"].size() == 1:
         return whole["shard"]
     return whole["replicate", "shard"]
 
 
 def first_row(rows: int, over: DeviceMesh) -> int:
-    """Return the first row that this rank holds of a tensor with `rows` rows.
+    """Return the index of the first row that this rank holds of a tensor with `rows` rows.
 
-    The tensor is cut by rows over one dimension, as DTensor's Shard(0) cuts it.
+    The tensor is cut by rows over the mesh `over` of one dimension, as DTensor's Shard(0) cuts it.
     """
     rows_per_rank = math.ceil(rows / over.size())
     return min(rows, over.get_local_rank() * rows_per_rank)
@@ -80,16 +82,16 @@ def first_row(rows: int, over: DeviceMesh) -> int:
 def gradient_group(whole: DeviceMesh) -> dist.ProcessGroup:
     """Return the group of ranks that hold the same weights and see different tokens. Collective.
 
-    These are replicate × shard × ep × cp.
+    It spans the dimensions replicate, shard, ep and cp.
     """
-    return _flattened(whole["replicate", "shard", "ep", "cp"], "gradients").get_group()
+    return _flatten(whole["replicate", "shard", "ep", "cp"], "gradients").get_group()
 
 
-def _flattened(part: DeviceMesh, name: str) -> DeviceMesh:
-    """Return some dimensions of a mesh as one, over a new group with the run's limit.
+def _flatten(part: DeviceMesh, name: str) -> DeviceMesh:
+    """Return a mesh with all dimensions of `part` as one, over a new group with the run's timeout.
 
     Collective.
     """
     flat = part._flatten(name)
-    share_timeout()
+    apply_timeout_to_groups()
     return flat

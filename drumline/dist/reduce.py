@@ -10,40 +10,40 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from drumline.dist.copies import copied_to
+from drumline.dist.copies import copy_to_device
 from drumline.errors import UserError
 
 T = TypeVar("T")
 
 
-def exact_on(device: str | torch.device) -> str | torch.device:
-    """Return the device of fp64 numbers that come from `device`: the same, or the host for MPS.
+def fp64_device(device: str | torch.device) -> str | torch.device:
+    """Return the device that holds fp64 numbers which come from `device`.
 
-    MPS has no fp64.
+    It is `device` itself, or the host for MPS, which has no fp64.
     """
     if torch.device(device).type == "mps":
         return "cpu"
     return device
 
 
-def exact(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` in fp64, on the device that `exact_on` names."""
+def to_fp64(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` in fp64, on the device that `fp64_device` names."""
     if tensor.is_mps:
         tensor = tensor.cpu()
     return tensor.double()
 
 
 def sum_over_ranks(values: list[float], device: str) -> list[float]:
-    """Return the element-wise sum over all ranks.
+    """Return the element-wise sum over all ranks. Collective.
 
-    Without a process group it is the values themselves.
+    `device`: of the process group's tensors. Without a process group the values are returned.
     """
-    own = torch.tensor(values, dtype=torch.float64, device=exact_on(device))
+    own = torch.tensor(values, dtype=torch.float64, device=fp64_device(device))
     return add_up(own).tolist()
 
 
 def add_up(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor over all ranks in place, and return it.
+    """Sum a tensor over all ranks in place, and return it. Collective.
 
     Without a process group it stays as it is.
     """
@@ -53,7 +53,10 @@ def add_up(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def from_all(mine: T) -> list[T]:
-    """Return each rank's value, by rank, on all ranks; without a process group, `mine` alone."""
+    """Return the values `mine` of all ranks, in their order. Collective.
+
+    The values are pickled. Without a process group there is only this rank's.
+    """
     if not dist.is_initialized():
         return [mine]
     values = [mine] * dist.get_world_size()
@@ -61,56 +64,68 @@ def from_all(mine: T) -> list[T]:
     return values
 
 
-class Gather:
-    """Sums named numbers over ranks as one vector: a step needs one small collective."""
+class SumReducer:
+    """Sums named numbers over all ranks. It sends them as one vector, so a step needs one all-reduce.
 
-    def __init__(self, rank: int, world_size: int, device: str, counts: bool = True) -> None:
-        """`counts` False: another rank has the same samples, and contributes their sums."""
+    Of a name that begins with `max_` the largest number of all ranks is taken, in place of the sum.
+    The vector also carries numbers that are not summed: every rank gets those of each rank.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: str, contributes: bool = True) -> None:
+        """`contributes`: False if another rank has the same samples, whose sums count once."""
         self.rank = rank
         self.world_size = world_size
         self.device = device
-        self.counts = counts
-        self.exact_on = exact_on(device)
-        # Names of sums that all ranks are known to have.
-        self.known: set[tuple[str, ...]] = set()
+        self.contributes = contributes
+        self.fp64_device = fp64_device(device)
+        # The names of each set of sums that all ranks have given together.
+        self.known_names: set[tuple[str, ...]] = set()
 
     def __call__(
         self, sums: dict[str, float], *per_rank: float
     ) -> tuple[dict[str, float], list[list[float]]]:
-        """Sum over the ranks and return at once what `Gathered.read` returns."""
-        values = torch.tensor([*sums.values()], dtype=torch.float64, device=self.exact_on)
+        """Sum over all ranks, wait for the result, and return it (see `PendingSums.read`)."""
+        values = torch.tensor([*sums.values()], dtype=torch.float64, device=self.fp64_device)
         return self.start(dict(zip(sums, values, strict=True)), *per_rank).read()
 
-    def start(self, sums: dict[str, torch.Tensor], *per_rank: float) -> Gathered:
-        """Begin to sum over all samples.
+    def start(self, sums: dict[str, torch.Tensor], *per_rank: float) -> PendingSums:
+        """Start to sum over all ranks, without waiting for the result. Collective.
 
         `sums`: fp64 scalars on the device, with the same keys on all ranks. `per_rank`: numbers of
-        this rank. Raises UserError if names that are new here differ between ranks, as a user's own
-        sums may.
+        this rank, which are not summed; equally many on all ranks.
+
+        Names that were not summed before are compared between the ranks, because those of a user's
+        own sums may differ. Raises UserError if they do. If the names of a rank may change from call
+        to call, `require_same_names` must be called first: a rank with known names would otherwise
+        not take part in the comparison.
         """
-        self._require_same(tuple(sums))
-        # A maximum, or a number of one rank, has a slot for each rank: [numbers, ranks].
-        largest = [key for key in sums if key.startswith("max_")]
-        slots = torch.zeros(len(largest) + len(per_rank), self.world_size, dtype=torch.float64)
-        slots[len(largest) :, self.rank] = torch.tensor(per_rank, dtype=torch.float64)
-        slots = copied_to(self.exact_on, slots)
+        names = tuple(sums)
+        if names not in self.known_names:
+            self.require_same_names(names)
+        # Behind the sums, each maximum and each number of `per_rank` has a row with a place for
+        # every rank. A rank fills its own place and leaves 0 in the others, so the sum has all
+        # numbers.
+        maximum_names = [name for name in sums if name.startswith("max_")]
+        maximum_count = len(maximum_names)
+        rows = torch.zeros(maximum_count + len(per_rank), self.world_size, dtype=torch.float64)
+        rows[maximum_count:, self.rank] = torch.tensor(per_rank, dtype=torch.float64)
+        rows = copy_to_device(self.fp64_device, rows)
         if sums:
             values = torch.stack(list(sums.values()))
         else:
-            values = slots.new_zeros(0)
-        if largest:
-            slots[: len(largest), self.rank] = torch.stack([sums[key] for key in largest])
-        if not self.counts:
+            values = rows.new_zeros(0)
+        if maximum_names:
+            rows[:maximum_count, self.rank] = torch.stack([sums[name] for name in maximum_names])
+        if not self.contributes:
             values = torch.zeros_like(values)
-        whole = torch.cat((values, slots.flatten()))
+        vector = torch.cat((values, rows.flatten()))
         work: dist.Work | None = None
         if dist.is_initialized():
-            work = dist.all_reduce(whole, async_op=True)
-        return Gathered(list(sums), largest, self.world_size, whole, work)
+            work = dist.all_reduce(vector, async_op=True)
+        return PendingSums(list(sums), maximum_names, self.world_size, vector, work)
 
-    def _require_same(self, names: tuple[str, ...]) -> None:
-        if names in self.known:
-            return
+    def require_same_names(self, names: tuple[str, ...]) -> None:
+        """Raise UserError on all ranks if the names of sums differ between them. Collective."""
         for rank, theirs in enumerate(from_all(names)):
             if theirs != names:
                 own_list = ", ".join(names) or "nothing"
@@ -120,75 +135,81 @@ class Gather:
                     where="sums",
                     fix="give the same sums for each batch, 0 where there is nothing to add",
                 )
-        self.known.add(names)
+        self.known_names.add(names)
 
 
-class Gathered:
-    """Sums on their way: first over the ranks, then to the host.
+class PendingSums:
+    """Sums that are being reduced over the ranks, and then copied to the host.
 
-    Nothing waits for the device until `read`.
+    The host does not wait for the device until `read`.
     """
 
     def __init__(
         self,
         names: list[str],
-        largest: list[str],
+        maximum_names: list[str],
         world_size: int,
-        whole: torch.Tensor,
+        vector: torch.Tensor,
         work: dist.Work | None,
     ) -> None:
+        """`vector`: the sums, a row for each maximum and each number by rank (`SumReducer.start`)."""
         self.names = names
-        self.largest = largest
+        self.maximum_names = maximum_names
         self.world_size = world_size
-        self.whole = whole
+        self.vector = vector
         self.work = work
-        # How many scalars `fetch` has put behind the sums.
-        self.more = 0
+        # How many scalars `fetch` has put at the end of the vector.
+        self.scalar_count = 0
+        self.is_fetched = False
         self.arrived: torch.cuda.Event | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a sum over all samples, on the device."""
-        if self.work is not None:
-            # On a GPU the stream waits, not the host.
-            self.work.wait()
-            self.work = None
-        return self.whole[self.names.index(name)]
+        """Return the sum over all ranks, on the device. Not for a maximum, and not after `fetch`."""
+        assert not self.is_fetched, "the sums are on the device before fetch"
+        assert name not in self.maximum_names, "read returns maxima"
+        self._wait_for_ranks()
+        return self.vector[self.names.index(name)]
 
-    def fetch(self, *more: torch.Tensor) -> None:
-        """Begin to copy the sums to the host, with `more` scalars of the device."""
+    def _wait_for_ranks(self) -> None:
+        """Wait until the vector is summed. On a GPU the stream waits, not the host."""
         if self.work is not None:
             self.work.wait()
             self.work = None
-        self.more = len(more)
-        scalars = [value.to(self.whole).reshape(1) for value in more]
-        self.whole = torch.cat((self.whole, *scalars))
-        if self.whole.is_cuda:
-            on_host = torch.empty(self.whole.shape, dtype=torch.float64, pin_memory=True)
-            self.whole = on_host.copy_(self.whole, non_blocking=True)
+
+    def fetch(self, *scalars: torch.Tensor) -> None:
+        """Start to copy the sums to the host, together with further `scalars` of the device."""
+        self._wait_for_ranks()
+        self.is_fetched = True
+        self.scalar_count = len(scalars)
+        parts = [scalar.to(self.vector).reshape(1) for scalar in scalars]
+        self.vector = torch.cat((self.vector, *parts))
+        if self.vector.is_cuda:
+            on_host = torch.empty(self.vector.shape, dtype=torch.float64, pin_memory=True)
+            self.vector = on_host.copy_(self.vector, non_blocking=True)
             self.arrived = torch.cuda.Event()
             self.arrived.record()
 
     def read(self) -> tuple[dict[str, float], list[list[float]]]:
-        """Return sums over all samples by name, and lists of what is not summed.
+        """Wait for the numbers, and return (sums by name, numbers that are not summed).
 
-        The sum of a key `max_…` is the largest of all ranks. The lists have the values of each
-        number of a rank, by rank, and then each scalar of `fetch`.
+        The sum of a name `max_…` is the largest number of all ranks. The second list has a list for
+        each number of `per_rank`, with the values of all ranks in their order, and then a list of
+        one value for each scalar of `fetch`.
         """
-        if self.arrived is None:
+        if not self.is_fetched:
             self.fetch()
         if self.arrived is not None:
             self.arrived.synchronize()
-        values: list[float] = self.whole.tolist()
-        first_of_more = len(values) - self.more
-        sums = values[: len(self.names)]
-        slots = values[len(self.names) : first_of_more]
-        by_rank: list[list[float]] = []
-        for start in range(0, len(slots), self.world_size):
-            by_rank.append(slots[start : start + self.world_size])
-        found = dict(zip(self.names, sums, strict=True))
-        for index, name in enumerate(self.largest):
-            found[name] = max(by_rank[index])
-        numbers = by_rank[len(self.largest) :]
-        for value in values[first_of_more:]:
-            numbers.append([value])
-        return found, numbers
+        values: list[float] = self.vector.tolist()
+        first_row = len(self.names)
+        first_scalar = len(values) - self.scalar_count
+        rows: list[list[float]] = []
+        for start in range(first_row, first_scalar, self.world_size):
+            rows.append(values[start : start + self.world_size])
+        sums = dict(zip(self.names, values[:first_row], strict=True))
+        for index, name in enumerate(self.maximum_names):
+            sums[name] = max(rows[index])
+        numbers = rows[len(self.maximum_names) :]
+        for scalar in values[first_scalar:]:
+            numbers.append([scalar])
+        return sums, numbers

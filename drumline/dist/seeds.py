@@ -17,16 +17,20 @@ import torch
 
 
 def derive(*parts: int | str) -> int:
-    """Return a 63-bit seed for any parts: equal for equal parts, independent for different ones."""
+    """Return a 63-bit seed that depends on all `parts`, as if it were drawn for them.
+
+    The parts are joined by "/", so a part that contains one is the same as two parts. The number 1
+    is the same as the text "1".
+    """
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_step(seed: int, step: int, *stream: int) -> None:
-    """Seed python, numpy and torch (all devices) for one step.
+    """Seed Python, NumPy and torch (on all devices) for one step.
 
-    `stream`: the integers that tell apart ranks with random numbers of their own
-    (`config.mesh.Mesh.rng_coordinates`).
+    `step`: steps done before. `stream`: which stream of random numbers this rank draws from
+    (`config.mesh.Mesh.rng_coordinates`). Ranks with the same one draw the same numbers.
     """
     value = derive(seed, step, *stream)
     random.seed(value)
@@ -35,11 +39,15 @@ def seed_step(seed: int, step: int, *stream: int) -> None:
 
 
 @contextlib.contextmanager
-def drawing(seed: int | None, device: str = "cpu") -> Iterator[None]:
-    """Let what is drawn on `device` inside the block come from `seed`; then restore the generator.
+def use_seed(seed: int | None, device: str = "cpu") -> Iterator[None]:
+    """Draw from `seed` inside a `with` block, and restore the state of the generator at its end.
 
-    `seed` None: the block draws as it would without this. Other generators are not touched, above
-    all those of other ranks' GPUs: to read the state of one takes memory on that GPU.
+    Only torch's generator of `device` is touched: that of the CPU, or that of the present GPU for
+    any "cuda" device. `seed` None: the block draws from the present state, and what is drawn after
+    it is the same as without the block.
+
+    torch.random.fork_rng would read the generators of all GPUs, also those of other ranks, which
+    takes memory on each.
     """
     generator = torch.default_generator
     if torch.device(device).type == "cuda":
@@ -54,9 +62,9 @@ def drawing(seed: int | None, device: str = "cpu") -> Iterator[None]:
 
 
 class Draws:
-    """Random numbers of Python, NumPy and torch's CPU generator from a seed.
+    """A sequence of random numbers of Python, NumPy and torch's CPU generator, from a seed.
 
-    They go on from one use to the next, whatever is drawn in between.
+    Each block of `use` continues the sequence, whatever is drawn between the blocks.
     """
 
     def __init__(self, seed: int) -> None:
@@ -64,8 +72,8 @@ class Draws:
         self.states: Any = None
 
     @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """Draw from these numbers inside the block, and restore the generators then."""
+    def use(self) -> Iterator[None]:
+        """Draw from the sequence inside a `with` block, and restore the generators at its end."""
         before = _states()
         if self.states is None:
             random.seed(self.seed)
@@ -90,15 +98,18 @@ def _restore(states: Any) -> None:
     torch.default_generator.set_state(states[2])
 
 
-def constructing(seed: int) -> contextlib.AbstractContextManager[None]:
-    """Let a constructor inside the block draw from `seed`: by Python, NumPy or torch on the CPU."""
-    return Draws(seed).used()
+def use_host_seed(seed: int) -> contextlib.AbstractContextManager[None]:
+    """Draw from `seed` inside a `with` block, by Python, NumPy and torch on the CPU.
+
+    It is for constructors of modules. All three generators are restored at the end.
+    """
+    return Draws(seed).use()
 
 
-def deterministic() -> None:
-    """Use only kernels that give the same bits each time.
+def use_deterministic_kernels() -> None:
+    """Let torch use only kernels that compute the same bits each time.
 
-    Call it before CUDA starts, which is when cuBLAS reads its variable.
+    It must be called before CUDA starts, because cuBLAS then reads its environment variable.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

@@ -28,23 +28,26 @@ from drumline.system.sockets import for_store
 from drumline.vendor.torch import abort_process_group
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# The loopback interface; lo0 on macOS.
-INTERFACE = "lo" if sys.platform == "linux" else "lo0"
+LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 # How long ranks wait for rank 0 to be there: hosts of one job start minutes apart.
-CONNECT = timedelta(minutes=10)
+JOIN_TIMEOUT = timedelta(minutes=10)
+# How long one attempt to connect to rank 0 may take.
+ATTEMPT_SECONDS = 5.0
 # How long a listener at the port of rank 0 may take to answer as a store does.
 ANSWER_SECONDS = 30.0
 # How long ranks wait for what rank 0 publishes: it may be preparing data.
-A_DAY = 24 * 3600.0
+PUBLISH_SECONDS = 24 * 3600.0
+# The pause between two looks at the store.
 POLL_SECONDS = 0.1
-# Of one attempt to connect to rank 0.
-CONNECT_SECONDS = 5.0
 # How long tearing groups down after an error may take.
 LEAVE_SECONDS = 2.0
-# Parameters of mallopt, from malloc.h, and a value above any block, in bytes.
+# Parameters of mallopt, from malloc.h.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-LARGE = 2**31 - 1
+# A threshold above any block, in bytes.
+UNLIMITED_BYTES = 2**31 - 1
+# The largest threshold that older versions of glibc accept, in bytes. They ignore a larger one.
+MOST_BYTES_OF_OLD_GLIBC = 32 << 20
 # A pipeline sends one tensor at a time between stages, on communicators that are made at the start.
 # NCCL's group would warn on each rank that such sends wait for each other, which a pipeline's do by
 # their order.
@@ -52,8 +55,13 @@ SERIALIZED_P2P = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """Which of the ranks this process is. `attempt` counts restarts by an elastic launcher."""
+class RankInfo:
+    """The place of this process among the ranks of a run.
+
+    `rank`: its number among all ranks. `local_rank`: its number among those of its host.
+    `world_size`: the number of all ranks. `attempt`: how often an elastic launcher has restarted
+    it.
+    """
 
     rank: int = 0
     local_rank: int = 0
@@ -61,10 +69,10 @@ class Ranks:
     attempt: int = 0
 
     @classmethod
-    def from_environment(cls) -> Ranks:
-        """Read the variables of torchrun and similar launchers.
+    def from_environment(cls) -> RankInfo:
+        """Return the place that torchrun or a similar launcher has put in the environment.
 
-        Without them, this is the only process.
+        Without its variables this is the only process.
         """
         read = os.environ.get
         rank = int(read("RANK", "0"))
@@ -83,11 +91,12 @@ _leaving: threading.Thread | None = None
 
 
 def rendezvous() -> dist.Store:
-    """Return the common store of the ranks, which is made once, within ten minutes.
+    """Return the common store of the ranks, which the first call makes or connects to.
 
-    It listens on loopback alone if all ranks are on this machine. Its keys belong to this start
-    only: if keys of a killed start were taken for those of this one, restarts under torchrun hung.
-    Raises EnvironmentFault if there is no store, or if something else answers.
+    The store of rank 0 listens on loopback alone if MASTER_ADDR is a loopback address. Its keys
+    belong to this start only: if keys of a killed start were taken for those of this one, restarts
+    under torchrun would hang. Raises EnvironmentFault if there is no store within ten minutes, or
+    if something else answers.
     """
     global _store
     if _store is None:
@@ -100,7 +109,7 @@ def rendezvous() -> dist.Store:
 
 def _make_store() -> dist.Store:
     """Return the store of this start, with a secret in front of its keys if there is one."""
-    ranks = Ranks.from_environment()
+    ranks = RankInfo.from_environment()
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     if not addresses(host):
@@ -136,7 +145,7 @@ def _read_secret() -> str:
 
 
 def _open_store(host: str, port: int, world_size: int, listens: bool) -> dist.Store:
-    """Return the store of rank 0. `listens`: this process makes it; otherwise it connects to it.
+    """Return the store of rank 0, which this process makes if it `listens`, or connects to.
 
     Raises EnvironmentFault if that fails.
     """
@@ -145,7 +154,7 @@ def _open_store(host: str, port: int, world_size: int, listens: bool) -> dist.St
             return _connect(host, port, world_size)
         if host in LOOPBACK:
             return _listen_on_loopback(host, port, world_size)
-        return dist.TCPStore(host, port, world_size, True, CONNECT, False)
+        return dist.TCPStore(host, port, world_size, True, JOIN_TIMEOUT, False)
     except (OSError, RuntimeError) as error:
         is_taken = "EADDRINUSE" in str(error) or "Address already in use" in str(error)
         what = f"no rendezvous at {host}:{port}: {first_line(error)}"
@@ -170,25 +179,25 @@ def _listen_on_loopback(host: str, port: int, world_size: int) -> dist.TCPStore:
         port,
         world_size,
         True,
-        CONNECT,
+        JOIN_TIMEOUT,
         False,
         master_listen_fd=for_store(listener),
         use_libuv=False,
     )
 
 
-def _with_sealed_secret(store: dist.Store, ranks: Ranks) -> dist.Store:
-    """Return the store with a secret in front of its keys, which rank 0 draws.
+def _with_sealed_secret(store: dist.Store, ranks: RankInfo) -> dist.Store:
+    """Return the store with a secret, which rank 0 draws, in front of its keys.
 
-    Munge gives it only to ranks of the same user. If rank 0 has no munge, the store stays as it is.
-    Raises EnvironmentFault if the secret cannot be opened on this host.
+    Munge gives the secret only to ranks of the same user. If rank 0 has no munge, the store is
+    returned as it is. Raises EnvironmentFault if the secret cannot be opened on this host.
     """
     if ranks.rank == 0:
         secret = secrets.token_hex(16)
         sealed = seal(secret) or ""
         store.set("sealed", sealed)
     else:
-        sealed = _await_text(store, "sealed", time.monotonic() + CONNECT.total_seconds())
+        sealed = _await_text(store, "sealed", time.monotonic() + JOIN_TIMEOUT.total_seconds())
         secret = ""
         if sealed:
             secret = unseal(sealed) or ""
@@ -203,8 +212,8 @@ def _with_sealed_secret(store: dist.Store, ranks: Ranks) -> dist.Store:
     return dist.PrefixStore(secret, store)
 
 
-def _require_same_secret(store: dist.Store, ranks: Ranks) -> None:
-    """Leave a sign in the store on rank 0, and look for it on the other ranks.
+def _require_same_secret(store: dist.Store, ranks: RankInfo) -> None:
+    """Write a key to the store on rank 0, and look for it on the other ranks.
 
     Raises EnvironmentFault on a rank that does not find it, because it has another secret or none.
     """
@@ -232,7 +241,7 @@ def _connect(host: str, port: int, world_size: int) -> dist.TCPStore:
     def connect() -> None:
         # The listener may have gone again, or answer in another way than a store.
         with suppress(OSError, RuntimeError):
-            connected.append(dist.TCPStore(host, port, world_size, False, CONNECT, False))
+            connected.append(dist.TCPStore(host, port, world_size, False, JOIN_TIMEOUT, False))
 
     # torch waits for an answer as long as it takes, whatever its time limit.
     thread = threading.Thread(target=connect, daemon=True, name="drumline-connect")
@@ -246,11 +255,11 @@ def _connect(host: str, port: int, world_size: int) -> dist.TCPStore:
 
 def _await_listener(host: str, port: int) -> None:
     """Wait until something listens at a port. Raises EnvironmentFault after ten minutes."""
-    seconds = CONNECT.total_seconds()
+    seconds = JOIN_TIMEOUT.total_seconds()
     until = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection((host, port), CONNECT_SECONDS).close()
+            socket.create_connection((host, port), ATTEMPT_SECONDS).close()
             return
         except OSError as error:
             if time.monotonic() > until:
@@ -262,37 +271,44 @@ def _await_listener(host: str, port: int) -> None:
             time.sleep(POLL_SECONDS)
 
 
-def _agree_on_start(store: dist.Store, ranks: Ranks) -> str:
-    """Return a text that is common to the ranks of this start, and belongs to no earlier one.
+def _agree_on_start(store: dist.Store, ranks: RankInfo) -> str:
+    """Return a nonce that all ranks of this start have in common, and no earlier start had.
 
-    Launchers' counts of restarts differ by host, so rank 0 draws the text. The text that another
-    rank reads may be left from an earlier rank 0. It counts once the present rank 0 has answered to
-    it, with the text that this rank drew itself.
+    The store may hold keys of an earlier start, and launchers' counts of restarts differ by host.
+    So each rank draws a nonce, and that of rank 0 names the start:
+
+    1. Rank 0 writes its nonce S to `drumline-round`.
+    2. Rank r reads S, and writes its own nonce to `S-hello-r`.
+    3. Rank 0 copies that to `S-answer-r`.
+
+    If rank r reads its own nonce there, S is of the present rank 0. While it waits for that, it
+    looks whether `drumline-round` has changed: then S was of an earlier start, and it begins again
+    at 2. Raises EnvironmentFault after ten minutes.
     """
-    own = secrets.token_hex(8)
-    until = time.monotonic() + CONNECT.total_seconds()
+    own_nonce = secrets.token_hex(8)
+    until = time.monotonic() + JOIN_TIMEOUT.total_seconds()
     if ranks.rank == 0:
-        store.set("drumline-round", own)
+        store.set("drumline-round", own_nonce)
         for rank in range(1, ranks.world_size):
-            hello = _await_text(store, f"{own}-hello-{rank}", until)
-            store.set(f"{own}-answer-{rank}", hello)
-        return own
+            nonce_of_rank = _await_text(store, f"{own_nonce}-hello-{rank}", until)
+            store.set(f"{own_nonce}-answer-{rank}", nonce_of_rank)
+        return own_nonce
     while True:
-        drawn_by_first = _await_text(store, "drumline-round", until)
-        answer_key = f"{drawn_by_first}-answer-{ranks.rank}"
-        store.set(f"{drawn_by_first}-hello-{ranks.rank}", own)
-        while store.get("drumline-round").decode() == drawn_by_first:
-            if store.check([answer_key]) and store.get(answer_key).decode() == own:
-                return drawn_by_first
+        start_nonce = _await_text(store, "drumline-round", until)
+        answer_key = f"{start_nonce}-answer-{ranks.rank}"
+        store.set(f"{start_nonce}-hello-{ranks.rank}", own_nonce)
+        while store.get("drumline-round").decode() == start_nonce:
+            if store.check([answer_key]) and store.get(answer_key).decode() == own_nonce:
+                return start_nonce
             _pause(until)
 
 
 def _await_text(store: dist.Store, key: str, until: float) -> str:
-    """Return the text at `key`, once it is there.
+    """Wait for a text at `key` of the store, and return it.
 
-    The store's own waiting handles no signals. Raises EnvironmentFault at `until` (seconds of the
-    monotonic clock).
+    Raises EnvironmentFault at `until` (seconds of the monotonic clock).
     """
+    # The store's own `wait` handles no signals.
     while not store.check([key]):
         _pause(until)
     return store.get(key).decode()
@@ -314,15 +330,17 @@ def _pause(until: float) -> None:
 
 def start(
     device: str, backend: str, timeout_seconds: float | None, interface: str | None = None
-) -> Ranks:
-    """Join the run: make the default process group, and return who this process is in it.
+) -> RankInfo:
+    """Join the run: make the default process group, and return the place of this process in it.
 
-    The group has gloo for CPU tensors and, on GPUs, NCCL for the rest. One process alone needs
-    none. `timeout_seconds`: a collective that waits longer fails; None: a limit that may change
-    (`dist.timeouts`). `interface`: the one between hosts; None: the one that leads to rank 0's
-    host. Raises EnvironmentFault if there is no rendezvous.
+    The group has gloo for CPU tensors and, with the `backend` "nccl", NCCL for those on GPUs. A
+    single process needs no group.
+
+    `timeout_seconds`: a collective that waits longer fails; None: a limit that may change
+    (`dist.timeouts`). `interface`: the network interface between hosts; None: the one that leads to
+    rank 0's host. Raises EnvironmentFault if there is no rendezvous.
     """
-    ranks = Ranks.from_environment()
+    ranks = RankInfo.from_environment()
     if device == "cuda":
         torch.cuda.set_device(gpu(ranks))
     elif device == "cpu":
@@ -331,7 +349,7 @@ def start(
         return ranks
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size)
     if is_one_host or os.environ["MASTER_ADDR"] in LOOPBACK:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", INTERFACE)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     else:
         _choose_interface(interface)
     # Further groups (of the device mesh, of DeepSpeed) are made without a limit of their own.
@@ -352,6 +370,7 @@ def start(
         device_id=device_id,
     )
     if not is_one_host:
+        # The threads of `system.heartbeat` keep it.
         RollCall(rendezvous())
     return ranks
 
@@ -367,7 +386,8 @@ def _choose_interface(wanted: str | None) -> None:
 def _interface_between_hosts(wanted: str | None) -> str | None:
     """Return the interface that leads to the host of rank 0, or has its address.
 
-    None if the address does not show it. `wanted`: the interface that the user has set.
+    None if the address of rank 0 does not show which one that is. `wanted`: the interface that the
+    user has set.
     """
     first = addresses(os.environ["MASTER_ADDR"])[:1]
     own: str | None = None
@@ -385,17 +405,21 @@ def keep_freed_memory() -> None:
     (docs/explanations/benchmarks.md has what that costs). Other C libraries have no such call.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, LARGE)
-        mallopt(M_TRIM_THRESHOLD, LARGE)
+    if mallopt is None:
+        return
+    is_accepted = mallopt(M_MMAP_THRESHOLD, UNLIMITED_BYTES)
+    if not is_accepted:
+        mallopt(M_MMAP_THRESHOLD, MOST_BYTES_OF_OLD_GLIBC)
+    mallopt(M_TRIM_THRESHOLD, UNLIMITED_BYTES)
 
 
-def gpu(ranks: Ranks) -> int:
-    """Return the number of this rank's GPU among those that it sees.
+def gpu(ranks: RankInfo) -> int:
+    """Return the index of this rank's GPU among those that it sees.
 
-    It may see its own alone, which is number 0. Raises EnvironmentFault if it sees too few.
+    Raises EnvironmentFault if it sees too few.
     """
     seen = torch.cuda.device_count()
+    # A launcher may let each rank see only its own GPU.
     if seen <= 1:
         return 0
     if ranks.local_rank >= seen:
@@ -410,7 +434,7 @@ def gpu(ranks: Ranks) -> int:
 def stop(failed: bool = False) -> None:
     """Leave the process groups, if there are any.
 
-    After an error (`failed`) it does not wait for other ranks; see `leave_process`.
+    `failed`: this rank had an error, so it does not wait for the other ranks (see `leave_process`).
     """
     global _leaving, _runs_ended
     if not dist.is_initialized():
@@ -426,11 +450,8 @@ def stop(failed: bool = False) -> None:
 
 
 def leave_process(code: int) -> NoReturn:
-    """End this process.
-
-    While gloo waits for a peer, the interpreter cannot end in order: the process then exits at
-    once.
-    """
+    """End this process with an exit code."""
+    # While gloo waits for a peer, the interpreter cannot end in order.
     if _leaving is not None and _leaving.is_alive():
         # The logs may be on a full disk.
         with suppress(OSError):
@@ -441,26 +462,29 @@ def leave_process(code: int) -> NoReturn:
 
 
 def publish(text: str, name: str = "text") -> None:
-    """Give a text to other ranks, under a name that they know. Called before `start`."""
+    """Give a text to the other ranks, which read it by `receive`. It is called before `start`."""
     rendezvous().set(name, text)
 
 
-def receive(name: str = "text", seconds: float = A_DAY) -> str:
-    """Return a text that another rank publishes, once it is there.
+def receive(name: str = "text", seconds: float = PUBLISH_SECONDS) -> str:
+    """Wait until another rank has published a text, and return it.
 
-    By default it waits for a day, since that rank may be preparing data. Then it raises
-    EnvironmentFault.
+    Raises EnvironmentFault after so many `seconds`. By default that is a day, because the other
+    rank may be preparing data.
     """
     return _await_text(rendezvous(), name, time.monotonic() + seconds)
 
 
-def drawn(name: str) -> str:
-    """Return 16 random hexadecimal digits that all ranks have in common. Called before `start`."""
-    ranks = Ranks.from_environment()
+def draw_nonce(name: str) -> str:
+    """Return 16 random hexadecimal digits that all ranks have in common.
+
+    `name`: of this nonce, the same on all ranks. It is called before `start`.
+    """
+    ranks = RankInfo.from_environment()
     own = secrets.token_hex(8)
     if ranks.world_size == 1:
         return own
     if ranks.rank > 0:
-        return receive(name, CONNECT.total_seconds())
+        return receive(name, JOIN_TIMEOUT.total_seconds())
     publish(own, name)
     return own

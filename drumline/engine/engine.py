@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from drumline.dist.reduce import exact
+from drumline.dist.reduce import to_fp64
 from drumline.telemetry.memory_tracker import MemoryStats
 
 Sums = dict[str, float]
@@ -201,11 +201,11 @@ def sum_on_device(outs: list[dict[str, torch.Tensor]]) -> DeviceSums:
     if not outs:
         return {}
     if len(outs) == 1:
-        return {key: exact(value.detach()) for key, value in outs[0].items()}
+        return {key: to_fp64(value.detach()) for key, value in outs[0].items()}
     keys = list(outs[0])
     rows = []
     for out in outs:
-        values = [exact(value.detach()) for value in out.values()]
+        values = [to_fp64(value.detach()) for value in out.values()]
         rows.append(torch.stack(values))
     stacked = torch.stack(rows)
     sums = dict(zip(keys, stacked.sum(0).unbind(), strict=True))

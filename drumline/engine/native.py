@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from drumline.dist.copies import LateCopy
+from drumline.dist.copies import AsyncHostCopy
 from drumline.dist.mesh import device_mesh, gradient_group
 from drumline.dist.seeds import derive
 from drumline.engine.bf16_adamw import BFloat16AdamW
@@ -503,9 +503,9 @@ class NativeEngine(ForwardEngine):
         self.statistics.end_step(finite)
         # If the host has to know whether to step, it asks for the flag before clipping, so that the
         # device has work while the answer is on its way.
-        late_finite: LateCopy | None = None
+        late_finite: AsyncHostCopy | None = None
         if not self.handles_found_inf:
-            late_finite = LateCopy(finite)
+            late_finite = AsyncHostCopy(finite)
         gradients = self._local_gradients()
         # A pipeline's stage may have nothing trainable.
         if self.max_grad_norm is not None and gradients:

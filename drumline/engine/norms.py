@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from drumline.dist.copies import copied_to
-from drumline.dist.reduce import exact, exact_on
+from drumline.dist.copies import copy_to_device
+from drumline.dist.reduce import fp64_device, to_fp64
 from drumline.vendor.torch import foreach_mul_, foreach_norm
 
 # The loss scale is doubled after so many steps without an overflow, as by torch.amp.GradScaler.
@@ -52,12 +52,12 @@ def add_squares(found: Squares, gradients: list[torch.Tensor]) -> None:
         not_empty = [part for part in parts if part.numel()]
         if not not_empty and groups not in found:
             # All ranks of the groups have to be in the all-reduce.
-            device = exact_on(parts[0].device)
+            device = fp64_device(parts[0].device)
             found[groups] = torch.zeros((), device=device, dtype=torch.float64)
         for dtype, same in _by_type_of_norm(not_empty).items():
             # One kernel computes the norms of many tensors; their squares are added up in fp64.
             norms_N = torch.stack(foreach_norm(same, 2.0, dtype=dtype))
-            squares = exact(norms_N).square().sum()
+            squares = to_fp64(norms_N).square().sum()
             if groups in found:
                 found[groups] = found[groups] + squares
             else:
@@ -81,10 +81,10 @@ def total_norm(
     `device`, `group`: as of `global_norm`. All ranks of a group must have the same keys in the same
     order, since each is an all-reduce.
     """
-    total = torch.zeros((), device=exact_on(device), dtype=torch.float64)
+    total = torch.zeros((), device=fp64_device(device), dtype=torch.float64)
     for groups, here in found.items():
         # Gradients may be on the host.
-        squares = copied_to(total.device, here)
+        squares = copy_to_device(total.device, here)
         for over in groups:
             dist.all_reduce(squares, group=over)
         total += squares

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from drumline.dist.copies import LateCopy
+from drumline.dist.copies import AsyncHostCopy
 from drumline.engine.joined import JoinedOptimizer
 from drumline.engine.norms import Squares, add_squares, as_dtensor_on_same_device, local
 from drumline.engine.optimizer import take_step
@@ -121,9 +121,9 @@ class OptimizerOnHost(JoinedOptimizer):
 
         If `found_inf` is 1, nothing is updated.
         """
-        skips: LateCopy | None = None
+        skips: AsyncHostCopy | None = None
         if self.found_inf is not None:
-            skips = LateCopy(self.found_inf)
+            skips = AsyncHostCopy(self.found_inf)
         pending: list[_PendingUpdate] = []
         for parameter, copy in self.host_copies.items():
             if parameter.grad is not None:

@@ -272,7 +272,7 @@ def find_weights(
             own += ["model.tokenizer=null", "model.new_tokens=[]"]
         own_loaded = load(config_path, [*overrides, *own], trusted=False)
         return EvaluatedWeights(own_loaded, None, str(place))
-    check(place, verify=False, alone=True)
+    check(place, verify=False, collective=False)
     return EvaluatedWeights(loaded, place, str(place))
 
 
@@ -301,7 +301,7 @@ def best_or_newest(run_dir: Path) -> Path | None:
     best = read_pointer(root, "best")
     if best is not None:
         return best
-    return newest(root, verify=False, alone=True).path
+    return newest(root, verify=False, collective=False).path
 
 
 def show(title: str, metrics: dict[str, Any]) -> None:

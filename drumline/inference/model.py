@@ -263,7 +263,7 @@ def open_plan(plan: Plan, checkpoint: Path | None) -> Model:
     Without a checkpoint it has the weights that training starts from.
     """
     if checkpoint is not None:
-        check(checkpoint, verify=True, alone=True)
+        check(checkpoint, verify=True, collective=False)
         model, tokenizer = read_checkpoint(plan, checkpoint)
         return Model(_place_on_device(model), tokenizer, str(checkpoint))
     config = plan.config.model

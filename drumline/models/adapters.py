@@ -33,7 +33,7 @@ from torch import nn
 
 from drumline.config.config import LoRAConfig, LoRAFactors
 from drumline.config.registry import nearest
-from drumline.dist.seeds import derive, drawing
+from drumline.dist.seeds import derive, use_seed
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import require_package
 from drumline.models.blocks import blocks, embedding_and_head, find_base_layer, is_head_tied
@@ -269,8 +269,8 @@ def _inject_layers(
             fan_in_fan_out=layer_classes <= {"Conv1D"},
             task_type="CAUSAL_LM",
         )
-    # PEFT draws first values, which `inject` replaces: `drawing` keeps the run's random state.
-    with drawing(None), warnings.catch_warnings(), _keep_named_targets():
+    # PEFT draws first values, which `inject` replaces: `use_seed` keeps the run's random state.
+    with use_seed(None), warnings.catch_warnings(), _keep_named_targets():
         # Blocks with layers of both kinds: PEFT resolves it by layer.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
         # Of the adapter before.
@@ -455,7 +455,7 @@ def _principal(
         left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
     else:
         most = min(rank, rows, columns)
-        with drawing(seed, matrix.device.type):
+        with use_seed(seed, matrix.device.type):
             left, sizes, right_T = torch.svd_lowrank(matrix, most, niter=ROUNDS)
         right = right_T.T
     root = (sizes[:rank] / scale).sqrt()

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from drumline.config.model import Head, ModelConfig
-from drumline.dist.seeds import drawing
+from drumline.dist.seeds import use_seed
 from drumline.errors import ModelError
 from drumline.models.classes import LM, auto_class, set_classes
 from drumline.models.files import call_loader, hub_options, silence_transformers
@@ -107,7 +107,7 @@ def lay_out(
     except NeedsFullModel as reason:
         logger.warning("the whole model is built on each rank: %s", reason)
     # Also if the weights are read: a head that the files lack is drawn, the same on each rank.
-    with drawing(seed):
+    with use_seed(seed):
         if pretrained is None:
             built = _draw_whole_model(path, model, config, options, head.kind)
         else:

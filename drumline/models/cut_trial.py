@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.dist.seeds import drawing
+from drumline.dist.seeds import use_seed
 from drumline.errors import PlanError
 from drumline.foreign import first_line
 from drumline.models.blocks import blocks, embedding_and_head, expert_modules, tensor_plan
@@ -153,7 +153,7 @@ def _copy_on_meta(model: Any) -> Any:
     # The router's loss takes masks of another shape.
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False
-    with drawing(0), torch.device("meta"):
+    with use_seed(0), torch.device("meta"):
         built = type(model)(config)
     return built.eval()
 

@@ -112,7 +112,7 @@ def export(
     value = _take_value_head(model)
     dtype = _choose_dtype(dtype, plan, adapter)
     trainable, rounding = _round_weights(model, dtype, plan, checkpoint)
-    step = check(checkpoint, verify=False, alone=True).step
+    step = check(checkpoint, verify=False, collective=False).step
     progress("export", 1, 4)
     fix = "choose a folder on a disk with space, or one that is yours"
     with write_beside(to, "cannot write", to, fix) as temporary:
@@ -327,7 +327,7 @@ def _build_trained_model(plan: Plan, model: ModelConfig, checkpoint: Path, merge
     freeze(built, model.freeze)
     if isinstance(adapter, LoRAConfig):
         adapters.inject(built, adapter, seed)
-    load(checkpoint, canonical_tensors(built), alone=True)
+    load(checkpoint, canonical_tensors(built), collective=False)
     built.config.use_cache = True
     if head in LM and path is not None:
         # A model without one keeps what transformers makes from the config.
@@ -493,10 +493,10 @@ def _choose_checkpoint(root: Path, which: Which) -> Path:
     elif which == "best":
         path = read_pointer(root, "best")
     if path is not None:
-        check(path, verify=True, alone=True)
+        check(path, verify=True, collective=False)
         return path
     # The newest that is whole: a run may have been killed as it wrote the last one.
-    found = newest(root, verify=True, alone=True)
+    found = newest(root, verify=True, collective=False)
     if found.path is None:
         what = "no whole checkpoint"
         reasons = [reason for _, reason in found.skipped]

@@ -168,8 +168,8 @@ def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
     module, source = lay_out_module(own_build(plan), seed, "cpu")
     Values(source, "cpu", seed).fill(module)
     freeze(module, plan.config.model.freeze)
-    check(checkpoint, verify=True, alone=True)
-    load(checkpoint, canonical_tensors(module), alone=True)
+    check(checkpoint, verify=True, collective=False)
+    load(checkpoint, canonical_tensors(module), collective=False)
     # What modules return from `get_extra_state` lies in the engine's part of a checkpoint.
     engine_state = read_state(checkpoint).get("engine", {})
     set_extra_states(module, engine_state.get("modules", {}))

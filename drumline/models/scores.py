@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from drumline.config.model import Head
-from drumline.dist.seeds import drawing
+from drumline.dist.seeds import use_seed
 from drumline.errors import ModelError
 from drumline.models.attention import model_inputs
 from drumline.models.classes import reads_images
@@ -40,7 +40,7 @@ class ValueHead(nn.Linear):
     """
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        with drawing(None, torch.device(device).type):
+        with use_seed(None, torch.device(device).type):
             super().__init__(width, 1, dtype=dtype, device=device)
         self._init_weights(self)
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from drumline.dist.copies import copied_to
+from drumline.dist.copies import copy_to_device
 
 
 class SequencePart:
@@ -89,7 +89,7 @@ class SequencePart:
         in_stretches = is_chosen.reshape(rows, self.stretch_count, -1)
         in_part = in_stretches[:, self.stretches[self.index]]
         places_in_part = torch.from_numpy(np.flatnonzero(in_part))
-        return copied_to(like_BT.device, places_in_part)
+        return copy_to_device(like_BT.device, places_in_part)
 
     def gather(self, part_Bt: torch.Tensor) -> torch.Tensor:
         """Return [B, T] on every rank from each rank's [B, t]. Collective.

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from drumline.config.model import ModelConfig
-from drumline.dist.seeds import derive, drawing
+from drumline.dist.seeds import derive, use_seed
 from drumline.errors import ModelError
 from drumline.models import adapters
 from drumline.models.blocks import find_base_layer
@@ -530,7 +530,7 @@ class DrawnWeights:
                 self._allocate(entry)
             # The whole piece is drawn, also what this rank does not need: its weights take random
             # numbers one after another.
-            with torch.no_grad(), drawing(derive(self.seed, piece.name), self.device):
+            with torch.no_grad(), use_seed(derive(self.seed, piece.name), self.device):
                 piece.draw()
             for entry in entries:
                 for tensor in to_fill.get(entry.name, ()):

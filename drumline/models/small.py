@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from drumline.dist.seeds import drawing
+from drumline.dist.seeds import use_seed
 from drumline.errors import ModelError
 from drumline.foreign import translate_exceptions
 from drumline.models.attention import without_kernels
@@ -148,7 +148,7 @@ def small_copy(model: Any, device: str, least: int = 1) -> Any:
     """
     layers = _layers_of_every_kind(model, least)
     model_class = type(model)
-    with drawing(0):
+    with use_seed(0):
         try:
             built = model_class(_cut_config(model.config, layers, narrow=True))
         except Exception as error:  # noqa: BLE001 - a class may require other widths

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.dist.seeds import constructing, derive, drawing
+from drumline.dist.seeds import derive, use_host_seed, use_seed
 from drumline.errors import ModelError
 from drumline.models.shards import NeedsFullModel, NothingToFill, Source, copy_part
 from drumline.vendor.torch import TorchDispatchMode, device_constructors, tree_leaves, tree_map_only
@@ -53,12 +53,12 @@ def lay_out_module(build: Build, seed: int, device: str) -> tuple[nn.Module, Sou
     # list lacks this function from then on.
     device_constructors.cache_clear()
     try:
-        with constructing(seed), torch.device("meta"), tape:
+        with use_host_seed(seed), torch.device("meta"), tape:
             model = _require_module(build())
         return model, ReplayedValues(tape, model, seed)
     except Exception as error:  # noqa: BLE001 - the build with memory works, or raises it again
         reason, _, _ = str(error).strip().partition("\n")
-    with constructing(seed):
+    with use_host_seed(seed):
         model = _require_module(build())
     logger.warning("the whole model is built on each rank: %s", reason)
     return model.to(device), NothingToFill()
@@ -328,7 +328,7 @@ class ReplayedValues:
         """Within the context a call draws from a seed of its own."""
         if call.draws is None:
             return contextlib.nullcontext()
-        return drawing(derive(self.seed, call.draws), device)
+        return use_seed(derive(self.seed, call.draws), device)
 
 
 class _Storages:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 
-from drumline.dist.copies import copied_to
+from drumline.dist.copies import copy_to_device
 from drumline.errors import DrumlineError
 from drumline.plan.attention import as_before
 from drumline.rl.generate import (
@@ -112,8 +112,8 @@ class RequestNoise(ContinuousBatchingLogitsProcessorList):
         for row in self.rows:
             seeds.append(self.seeds[row.request])
             positions.append(row.position)
-        seeds_B = copied_to(scores.device, torch.tensor(seeds))
-        positions_B = copied_to(scores.device, torch.tensor(positions))
+        seeds_B = copy_to_device(scores.device, torch.tensor(seeds))
+        positions_B = copy_to_device(scores.device, torch.tensor(positions))
         noisy_BV, log_probs_B = self.sampler.choose(scores[:rows], seeds_B, positions_B)
         for row, log_prob in zip(self.rows, log_probs_B, strict=True):
             log_probs = self.log_probs[row.request]

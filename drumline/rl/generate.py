@@ -40,7 +40,7 @@ from transformers import (
 
 from drumline.config import rollouts as configs
 from drumline.data.targets import end_ids
-from drumline.dist.copies import LateCopy, copied_to
+from drumline.dist.copies import AsyncHostCopy, copy_to_device
 from drumline.dist.reduce import from_all
 from drumline.dist.seeds import derive
 from drumline.errors import DataError, ModelError, PlanError
@@ -242,12 +242,12 @@ class AtEndings(StoppingCriteria):
         self.have_ended = torch.zeros(
             rows, dtype=torch.bool, pin_memory=is_late and torch.cuda.is_available()
         )
-        self.on_their_way: list[LateCopy] = []
+        self.on_their_way: list[AsyncHostCopy] = []
         self.tails: list[list[int]] = [[] for _ in range(rows)]
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         self.made = input_ids.shape[1] - self.prompt_width
-        self.on_their_way.append(LateCopy(input_ids[:, -1]))
+        self.on_their_way.append(AsyncHostCopy(input_ids[:, -1]))
         while len(self.on_their_way) > int(self.is_late):
             self._read()
         return self.have_ended.to(input_ids.device, non_blocking=True)
@@ -355,9 +355,9 @@ class HFGenerator:
             ids.append([self.pad] * padding + request.tokens)
             mask.append([0] * padding + [1] * length)
         seeds = [request_seed(self.seed, step, request.key) for request in requests]
-        ids_BT = copied_to(device, torch.tensor(ids))
-        mask_BT = copied_to(device, torch.tensor(mask))
-        seeds_B = copied_to(device, torch.tensor(seeds))
+        ids_BT = copy_to_device(device, torch.tensor(ids))
+        mask_BT = copy_to_device(device, torch.tensor(mask))
+        seeds_B = copy_to_device(device, torch.tensor(seeds))
         noise = NoisyLogits(self.sampler, seeds_B, width)
         most = self.config.max_new_tokens
         is_late = device.type == "cuda"
@@ -425,7 +425,7 @@ class HFGenerator:
         if layer_types - {DynamicLayer, DynamicSlidingWindowLayer}:
             return {}
         decoder = self.model.get_decoder()
-        first_U = copied_to(ids_BT.device, torch.tensor(first_rows))
+        first_U = copy_to_device(ids_BT.device, torch.tensor(first_rows))
         mask_UT = mask_BT[first_U, :-1]
         inputs = {
             "input_ids": ids_BT[first_U, :-1],
@@ -437,7 +437,7 @@ class HFGenerator:
         if "position_ids" in inspect.signature(decoder.forward).parameters:
             inputs["position_ids"] = (mask_UT.cumsum(1) - 1).clamp(min=0)
         decoder(**inputs)
-        cache.batch_select_indices(copied_to(ids_BT.device, torch.tensor(prompt_B)))
+        cache.batch_select_indices(copy_to_device(ids_BT.device, torch.tensor(prompt_B)))
         return {"past_key_values": cache}
 
 

@@ -12,7 +12,7 @@ import torch
 
 from drumline.data.batches import EpisodeBatch, Episodes, TokenIds, collate_episodes
 from drumline.data.order import assign_samples
-from drumline.dist.copies import copied_to
+from drumline.dist.copies import copy_to_device
 from drumline.dist.reduce import add_up
 from drumline.engine.engine import Engine
 from drumline.plan.plan import Plan
@@ -119,7 +119,7 @@ class EpisodeReader:
                 values_KBT = on_device_KBT.float().cpu()
                 _copy_completions(values_KNM, episodes, rows, values_KBT)
         # Each episode has its values on one rank and zeros on all others, so the sum is exact.
-        return add_up(copied_to(self.device, values_KNM)).cpu()
+        return add_up(copy_to_device(self.device, values_KNM)).cpu()
 
 
 def _copy_completions(

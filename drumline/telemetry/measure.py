@@ -23,7 +23,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from drumline.dist.reduce import Gather
+from drumline.dist.reduce import SumReducer
 from drumline.plan.estimate import Estimate
 from drumline.plan.plan import Plan
 from drumline.plan.rule import plain
@@ -118,13 +118,13 @@ class Measure:
         self,
         plan: Plan,
         memory_stats: Callable[[], MemoryStats],
-        gather: Gather,
+        reducer: SumReducer,
         emit: Emit,
         traffic: Traffic,
     ) -> None:
         self.plan = plan
         self.memory_stats = memory_stats
-        self.gather = gather
+        self.reducer = reducer
         self.emit = emit
         self.traffic = traffic
         self.host_peak = HostPeak()
@@ -260,7 +260,7 @@ class Measure:
         )
         self.emit(event)
         # The second report has much the same warnings.
-        if self.gather.rank == 0 and not self.reported:
+        if self.reducer.rank == 0 and not self.reported:
             for warning in warnings:
                 log.warning("the plan was wrong: %s", warning)
         self.reported = True
@@ -327,12 +327,12 @@ class Measure:
                 numbers.append(math.nan)
             else:
                 numbers.append(float(value))
-        _, values = self.gather({}, *numbers)
+        _, values = self.reducer({}, *numbers)
         return dict(zip(names, values, strict=True))
 
     def _ranks_of_fullest_stage(self, memory: dict[str, list[int]]) -> list[int]:
         """Return the ranks of the pipeline stage that has the rank with the highest peak."""
-        ranks = range(self.gather.world_size)
+        ranks = range(self.reducer.world_size)
         fullest_rank = 0
         if "peak" in memory:
             peaks = memory["peak"]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from drumline.dist.reduce import Gather, from_all
+from drumline.dist.reduce import SumReducer, from_all
 from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Straggler
 
@@ -41,7 +41,7 @@ class Stragglers:
     The training loop calls `add` after each step, on all ranks with the same numbers.
     """
 
-    def __init__(self, gather: Gather, emit: Emit, ratio: float) -> None:
+    def __init__(self, reducer: SumReducer, emit: Emit, ratio: float) -> None:
         """Make a watch over the ranks. Collective.
 
         `ratio`: a rank is slow if it takes this many times the median rank's seconds.
@@ -49,8 +49,8 @@ class Stragglers:
         self.emit = emit
         self.ratio = ratio
         device = "cpu"
-        if gather.exact_on != "cpu":
-            device = f"{gather.device} {torch.cuda.get_device_name(gather.device)}"
+        if reducer.fp64_device != "cpu":
+            device = f"{reducer.device} {torch.cuda.get_device_name(reducer.device)}"
         # Names of the host and the device of each rank.
         self.hosts_and_devices = from_all((socket.gethostname(), device))
         # Step of the window → rank → seconds of the rank's own work, without waits for other ranks.

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from drumline.algorithms.base import Algorithm
-from drumline.checkpoint.ranks import Ranks as RankGroup
+from drumline.checkpoint.ranks import RankGroup
 from drumline.config.resume import Resume
 from drumline.data.cache import TokenCache, verify_in_background
 from drumline.data.order import GlobalBatch
-from drumline.dist.reduce import Gather
-from drumline.dist.seeds import deterministic
-from drumline.dist.start import Ranks, gpu
+from drumline.dist.reduce import SumReducer
+from drumline.dist.seeds import use_deterministic_kernels
+from drumline.dist.start import RankInfo, gpu
 from drumline.engine.build import ModuleParts, build_engine, build_module, stats_with_frozen
 from drumline.engine.engine import Engine
 from drumline.errors import CheckpointError, DataError
@@ -43,7 +43,7 @@ from drumline.train.timeouts import CollectiveTimeout
 
 def build(
     plan: Plan,
-    ranks: Ranks,
+    ranks: RankInfo,
     resume: Resume | None,
     emit: Emit,
     stop_flag: StopFlag,
@@ -57,7 +57,7 @@ def build(
     config = plan.config
     timeout = CollectiveTimeout(plan)
     if config.run.deterministic:
-        deterministic()
+        use_deterministic_kernels()
     set_kernels(plan)
     device = f"cuda:{gpu(ranks)}" if plan.device == "cuda" else plan.place
     verification = _verify_caches(plan, ranks)
@@ -91,12 +91,14 @@ def build(
     plan = going_on(plan, state.step, state.position)
 
     # The algorithm and the data.
-    gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.is_counted(ranks.rank))
+    reducer = SumReducer(
+        ranks.rank, ranks.world_size, device, contributes=plan.mesh.is_counted(ranks.rank)
+    )
     is_new = checkpoint is None
-    training = _build_training(plan, ranks, engine, state, is_new, gather, emit, stop_flag)
+    training = _build_training(plan, ranks, engine, state, is_new, reducer, emit, stop_flag)
     eval_generators = _build_eval_generators(plan, engine, training.rollouts, device, emit)
     # Raises on all ranks if any rank has found damage to a cache.
-    RankGroup.all(error_type=DataError).each(verification.result)
+    RankGroup.all(error_type=DataError).run_on_all(verification.result)
     goodput.end_part("data")
 
     saved_step = -1
@@ -108,13 +110,13 @@ def build(
         state,
         checkpointer,
         emit,
-        gather,
+        reducer,
         stop_flag,
         saved_step,
         memory_checkpoints=memory_checkpoints,
     )
     traffic = Traffic(config.strategy.step_kind, device)
-    measure = Measure(plan, lambda: stats_with_frozen(engine), gather, emit, traffic)
+    measure = Measure(plan, lambda: stats_with_frozen(engine), reducer, emit, traffic)
     return Loop(
         plan=plan,
         engine=engine,
@@ -128,7 +130,7 @@ def build(
         tasks=eval_generators.tasks,
         saver=saver,
         emit=emit,
-        gather=gather,
+        reducer=reducer,
         timeout=timeout,
         stop_flag=stop_flag,
         memory_bytes=_gpu_memory if plan.device == "cuda" else _host_memory,
@@ -165,11 +167,11 @@ class Training:
 
 def _build_training(
     plan: Plan,
-    ranks: Ranks,
+    ranks: RankInfo,
     engine: Engine,
     state: TrainState,
     is_new: bool,
-    gather: Gather,
+    reducer: SumReducer,
     emit: Emit,
     stop_flag: StopFlag,
 ) -> Training:
@@ -184,11 +186,11 @@ def _build_training(
         )
 
         algorithm, rollouts, batches = build_rollouts(
-            plan, rollout, ranks, engine, state, gather.device, emit
+            plan, rollout, ranks, engine, state, reducer.device, emit
         )
         return Training(algorithm, batches, {}, rollouts)
     algorithm = plan.config.algorithm.build_in(Path(plan.base_dir))
-    source = DataSource(plan, ranks, engine, algorithm, state, gather, emit, stop_flag)
+    source = DataSource(plan, ranks, engine, algorithm, state, reducer, emit, stop_flag)
     loaders = source.data_loaders_from(state.position, is_new)
     return Training(algorithm, loaders.training, loaders.held_out, rewind=source.rewind)
 
@@ -198,11 +200,11 @@ class DataSource:
     """Builds the data loaders of prepared data, at the start and after each rollback."""
 
     plan: Plan
-    ranks: Ranks
+    ranks: RankInfo
     engine: Engine
     algorithm: Any
     state: TrainState
-    gather: Gather
+    reducer: SumReducer
     emit: Emit
     stop_flag: StopFlag
 
@@ -216,7 +218,7 @@ class DataSource:
             self.plan,
             data_rank,
             position,
-            self.gather.device,
+            self.reducer.device,
             self.ranks.local_rank == 0,
             self.state.stream,
             self.state.step,
@@ -225,7 +227,7 @@ class DataSource:
             reference = Reference(
                 self.plan,
                 self.ranks,
-                self.gather.device,
+                self.reducer.device,
                 self.engine,
                 self.algorithm,
                 loaders,
@@ -237,7 +239,7 @@ class DataSource:
         extract = self.algorithm.first_pass
         if extract is not None:
             first_pass = FirstPass(
-                self.algorithm, extract, self.engine, self.gather.counts, self.gather.device
+                self.algorithm, extract, self.engine, self.reducer.contributes, self.reducer.device
             )
             loaders = first_pass.add_to(loaders)
         return loaders
@@ -292,7 +294,7 @@ def _build_eval_generators(
     return EvalGenerators(answers, tasks)
 
 
-def _build_meter(plan: Plan, ranks: Ranks) -> Meter:
+def _build_meter(plan: Plan, ranks: RankInfo) -> Meter:
     """Return the meter of the devices of this rank.
 
     It reads the GPU that the rank computes on and, on the first rank of a host, the host's CPUs.
@@ -315,7 +317,7 @@ def _build_engine(plan: Plan, device: str, checkpoint_keys: frozenset[str]) -> E
     return build_module(plan, own_build(plan), device, checkpoint_keys, parts=parts)
 
 
-def _verify_caches(plan: Plan, ranks: Ranks) -> Future[None]:
+def _verify_caches(plan: Plan, ranks: RankInfo) -> Future[None]:
     """Begin to verify the token caches, shared out to the ranks, while the model is loaded."""
     folders: list[str] = []
     if plan.data is not None and plan.config.data.verify and not plan.config.has_own_module:

@@ -13,7 +13,7 @@ from drumline.algorithms.base import Algorithm
 from drumline.config.algorithm import RolloutSpec
 from drumline.data.cache import TokenCache
 from drumline.data.order import GlobalBatch
-from drumline.dist.start import Ranks
+from drumline.dist.start import RankInfo
 from drumline.engine.build import build_engine
 from drumline.engine.engine import CompositeEngine, Engine
 from drumline.models.templates import special_ids, turn_tail
@@ -40,7 +40,7 @@ from drumline.train.state import TrainState
 def build_rollouts(
     plan: Plan,
     spec: RolloutSpec,
-    ranks: Ranks,
+    ranks: RankInfo,
     engine: Engine,
     state: TrainState,
     device: str,

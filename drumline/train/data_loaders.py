@@ -26,7 +26,7 @@ from drumline.data.cache import TokenCache
 from drumline.data.make import CacheBuild
 from drumline.data.order import BatchStream, GlobalBatch, GlobalOrder, MixedOrder, Order
 from drumline.data.samples import read_samples
-from drumline.dist.copies import copied_to
+from drumline.dist.copies import copy_to_device
 from drumline.dist.reduce import add_up
 from drumline.dist.seeds import Draws, derive
 from drumline.engine.engine import Engine, Extract
@@ -63,7 +63,7 @@ def open_samples(plan: Plan, folder: str) -> Any:
         sources = plan.config.data.train
     else:
         sources = plan.config.data.eval_sets[name]
-    return read_samples(sources, Path(plan.base_dir), Draws(0).used)
+    return read_samples(sources, Path(plan.base_dir), Draws(0).use)
 
 
 def training_order(plan: Plan, samples: int) -> Order:
@@ -335,12 +335,12 @@ class FirstPass:
             for places, numbers_PK in zip(
                 batch.sample_indices, numbers_of_micro_batches, strict=True
             ):
-                places_P = copied_to(self.device, torch.from_numpy(places))
+                places_P = copy_to_device(self.device, torch.from_numpy(places))
                 table_GK[places_P] = numbers_PK.double()
         # Rows are chosen by number: with a mask the host would have to ask the device how many.
         real_N = torch.from_numpy(np.flatnonzero(batch.sample_ids >= 0))
         summed_GK = add_up(table_GK)
-        return summed_GK[copied_to(self.device, real_N)]
+        return summed_GK[copy_to_device(self.device, real_N)]
 
     def _add_numbers_of_set(self, batches: Batches) -> Iterator[GlobalBatch]:
         """Yield the batches of a set, each with the numbers of all samples of the set.
@@ -367,6 +367,6 @@ def add_first_numbers(batch: GlobalBatch, first: FirstPassNumbers, first_row: in
     device = first.numbers_NK.device
     micro_batches = []
     for micro_batch, places in zip(batch.micro_batches, batch.sample_indices, strict=True):
-        places_P = copied_to(device, torch.from_numpy(rows_G[places]))
+        places_P = copy_to_device(device, torch.from_numpy(rows_G[places]))
         micro_batches.append(replace(micro_batch, first=first, places_P=places_P))
     return replace(batch, micro_batches=micro_batches)

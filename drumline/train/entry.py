@@ -18,7 +18,7 @@ from pathlib import Path
 
 from drumline.checkpoint.remote import copy_run_files_within
 from drumline.config.resume import Resume, resume_option
-from drumline.dist.start import Ranks, drawn, start, stop
+from drumline.dist.start import RankInfo, draw_nonce, start, stop
 from drumline.errors import DrumlineError, EnvironmentFault, Preempted, TrainingStopped
 from drumline.foreign import class_and_line, first_line
 from drumline.hardware.detect import hide_gpus
@@ -131,7 +131,7 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
 
 def train_on(
     plan: Plan,
-    ranks: Ranks,
+    ranks: RankInfo,
     resume: Resume | None,
     *,
     emit: Emit,
@@ -167,8 +167,10 @@ def start_heartbeats(plan: Plan) -> None:
     has_own_launcher = heartbeat.VARIABLE in os.environ
     is_launched = launched_by() or "TORCHELASTIC_ERROR_FILE" in os.environ
     if is_launched and not has_own_launcher:
-        ranks = Ranks.from_environment()
-        watcher.watch_this_rank(drawn("watch"), ranks.rank, ranks.world_size, Path(plan.run_dir))
+        ranks = RankInfo.from_environment()
+        watcher.watch_this_rank(
+            draw_nonce("watch"), ranks.rank, ranks.world_size, Path(plan.run_dir)
+        )
     if heartbeat.register(plan.config.health.limits()) is None:
         return
     heartbeat.answer("collectives", flight.recent)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from drumline.config.run import HealthConfig
-from drumline.dist.reduce import Gather, from_all
+from drumline.dist.reduce import SumReducer, from_all
 from drumline.engine.engine import CompositeEngine, Engine
 from drumline.engine.norms import local
 from drumline.errors import DrumlineError, TrainingStopped
@@ -167,10 +167,10 @@ class Spikes:
 class WeightCheck:
     """Checks that ranks that should hold the same weights do (`health.check_weights_every`)."""
 
-    def __init__(self, plan: Plan, engine: Engine, gather: Gather, emit: Emit) -> None:
+    def __init__(self, plan: Plan, engine: Engine, reducer: SumReducer, emit: Emit) -> None:
         self.every = plan.config.health.check_weights_every
         self.engine = engine
-        self.gather = gather
+        self.reducer = reducer
         self.emit = emit
         # Sets of ranks that should hold the same weights.
         self.sets: list[list[int]] = []
@@ -199,7 +199,7 @@ class WeightCheck:
             return
         self.emit(WeightsDiffer(step=step, ranks=differing, agreed=self.last_agreed_step))
         what = self._describe(differing, step)
-        if self.gather.rank != differing[0]:
+        if self.reducer.rank != differing[0]:
             what = f"failed on another rank: {what}"
         raise DrumlineError(
             what,

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from drumline.config.load import to_yaml
 from drumline.config.resume import Resume, resume_option
-from drumline.dist.start import Ranks, publish, receive, rendezvous
+from drumline.dist.start import RankInfo, publish, receive, rendezvous
 from drumline.errors import DrumlineError, EnvironmentFault, TrainingStopped
 from drumline.hardware.detect import hide_gpus
 from drumline.launch.environment import launched_by
@@ -73,7 +73,7 @@ def join(
 
     `stack` gets the lease of the run folder.
     """
-    ranks = Ranks.from_environment()
+    ranks = RankInfo.from_environment()
     # Before the data are prepared: other ranks find rank 0 now, wait for its plan, and notice if it
     # dies meanwhile.
     rendezvous()
@@ -84,7 +84,7 @@ def join(
 
 def train_rank(plan: Plan, resume: Resume | None, display: bool) -> None:
     """Train as this rank, to the end of the run."""
-    rank = Ranks.from_environment().rank
+    rank = RankInfo.from_environment().rank
     option = resume_option(resume)
     try:
         if rank != 0 or not display:
@@ -106,7 +106,7 @@ def train_rank(plan: Plan, resume: Resume | None, display: bool) -> None:
 
 
 def _plan(
-    make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack, display: bool
+    make_request: Callable[[int], Request], ranks: RankInfo, stack: ExitStack, display: bool
 ) -> tuple[Plan, Resume | None]:
     """Make the plan on rank 0, and publish it. If that fails, all ranks end with its exit code.
 
@@ -122,7 +122,7 @@ def _plan(
 
 
 def _plan_and_publish(
-    make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack, display: bool
+    make_request: Callable[[int], Request], ranks: RankInfo, stack: ExitStack, display: bool
 ) -> tuple[Plan, Resume | None]:
     """Make the plan, claim the run folder, and hand the plan to the other ranks."""
     request = make_request(ranks.world_size)
@@ -155,7 +155,7 @@ def _plan_and_publish(
     return plan, resume
 
 
-def _publish_failure(error: BaseException, ranks: Ranks) -> None:
+def _publish_failure(error: BaseException, ranks: RankInfo) -> None:
     """Let the other ranks end with rank 0's exit code, after rank 0 has failed to plan."""
     code = 1
     if isinstance(error, DrumlineError):
@@ -175,7 +175,7 @@ def _publish_failure(error: BaseException, ranks: Ranks) -> None:
             receive(f"received-{rank}", RECEIVED_SECONDS)
 
 
-def _plan_from_rank_0(ranks: Ranks, stack: ExitStack) -> tuple[Plan, Resume | None]:
+def _plan_from_rank_0(ranks: RankInfo, stack: ExitStack) -> tuple[Plan, Resume | None]:
     """Wait for rank 0's plan, and tell rank 0 whether this host has the run folder."""
     answer = _received("plan", ranks)
     os.environ.update(answer["secrets"])
@@ -208,7 +208,7 @@ def _require_fresh(run_dir: Path) -> None:
         )
 
 
-def _received(name: str, ranks: Ranks) -> dict[str, Any]:
+def _received(name: str, ranks: RankInfo) -> dict[str, Any]:
     """Return what rank 0 has published. Exits with rank 0's code if it has failed."""
     answer: dict[str, Any] = json.loads(receive(name))
     if "exit_code" in answer:
@@ -218,7 +218,7 @@ def _received(name: str, ranks: Ranks) -> dict[str, Any]:
     return answer
 
 
-def _require_shared(plan: Plan, ranks: Ranks) -> None:
+def _require_shared(plan: Plan, ranks: RankInfo) -> None:
     """Raise EnvironmentFault if another host does not share this run folder.
 
     What its ranks save would be lost with it. If checkpoints are copied to other hosts or to a URL
@@ -242,7 +242,7 @@ def _require_shared(plan: Plan, ranks: Ranks) -> None:
         )
 
 
-def _require_as_launched(request: Request, ranks: Ranks) -> None:
+def _require_as_launched(request: Request, ranks: RankInfo) -> None:
     """Raise EnvironmentFault if the config asks for other ranks than the launcher has started."""
     launch = request.loaded.config.launch
     if launch.hosts_may_change:

@@ -15,7 +15,7 @@ import torch
 
 from drumline.algorithms.base import Algorithm
 from drumline.data.order import GlobalBatch
-from drumline.dist.reduce import Gather, Gathered
+from drumline.dist.reduce import PendingSums, SumReducer
 from drumline.dist.seeds import seed_step
 from drumline.engine.engine import DeviceSums, Engine
 from drumline.engine.norms import nonfinite_weight
@@ -64,7 +64,7 @@ class Evaluation(NamedTuple):
 class ReducedStep(NamedTuple):
     """The sums of a step, which are being added up over the ranks, and what decides the update."""
 
-    gathered: Gathered
+    gathered: PendingSums
     loss: torch.Tensor  # fp64 scalar on the device: the sum of all ranks, or this rank's own
     grad_norm: torch.Tensor  # fp64 scalar on the device: of all ranks, or this rank's own
 
@@ -120,7 +120,7 @@ class Loop:
     saver: Saver
     emit: Emit
     # Sums named numbers over all ranks, and gathers further numbers by rank, in one collective.
-    gather: Gather
+    reducer: SumReducer
     timeout: CollectiveTimeout
     stop_flag: StopFlag
     memory_bytes: Callable[[], int]
@@ -141,11 +141,11 @@ class Loop:
         self.spikes = Spikes(health, self.emit)
         self.spikes.restore(self.state.spikes)
         self.state.spikes = self.spikes.state()
-        self.weight_check = WeightCheck(self.plan, self.engine, self.gather, self.emit)
+        self.weight_check = WeightCheck(self.plan, self.engine, self.reducer, self.emit)
         self.garbage = GarbageCollection(self.plan.config.run.collect_every)
-        self.profile = Profile(self.plan, self.gather.rank, self.emit)
+        self.profile = Profile(self.plan, self.reducer.rank, self.emit)
         self.collectives = CollectiveCheck(health.check_collectives)
-        self.stragglers = Stragglers(self.gather, self.emit, health.straggler_ratio)
+        self.stragglers = Stragglers(self.reducer, self.emit, health.straggler_ratio)
         # With engines with local updates (local SGD, DiLoCo) each rank decides on its update by its
         # own loss and norm. The sums over all ranks are only reported, and are read a step later.
         self.uses_local_updates = False
@@ -192,7 +192,7 @@ class Loop:
         self._save_last()
         self.measure.finish(self.state.step)
         if self.meter is not None:
-            _, device_values = self.gather({}, *self.meter.values(now=True))
+            _, device_values = self.reducer({}, *self.meter.values(now=True))
             devices = self.meter.event(self.state.step, device_values, now=True)
             if devices is not None:
                 self.emit(devices)
@@ -344,7 +344,7 @@ class Loop:
         weight, tokens = batch.totals or self._sum_weight_and_tokens(batch)
         denominator = weight or 1.0
         # A step draws the same numbers whether the run was resumed before it or not.
-        rng_coordinates = self.plan.mesh.rng_coordinates(self.gather.rank)
+        rng_coordinates = self.plan.mesh.rng_coordinates(self.reducer.rank)
         seed_step(self.plan.config.run.seed, step, *rng_coordinates)
 
         heartbeat.beat("forward")
@@ -406,7 +406,7 @@ class Loop:
         update.
         """
         heartbeat.beat("collective")
-        gathered = self.gather.start(sums, *own_numbers)
+        gathered = self.reducer.start(sums, *own_numbers)
         heartbeat.beat("optimizer")
         with self.measure.watch(step, "clip"):
             grad_norm = self.engine.grad_norm()
@@ -425,7 +425,7 @@ class Loop:
         heartbeat.beat("optimizer")
         with self.measure.watch(step, "clip"):
             grad_norm = self.engine.grad_norm()
-        gathered = self.gather.start({**sums, SQUARES: grad_norm.square()}, *own_numbers)
+        gathered = self.reducer.start({**sums, SQUARES: grad_norm.square()}, *own_numbers)
         return ReducedStep(gathered, sums["loss"], grad_norm)
 
     def _sum_weight_and_tokens(self, batch: GlobalBatch) -> tuple[float, float]:
@@ -435,7 +435,7 @@ class Loop:
         """
         own_weight = sum(micro_batch.weight for micro_batch in batch.micro_batches)
         own_sums = {"weight": float(own_weight), "tokens": float(batch.tokens)}
-        total, _ = self.gather(own_sums)
+        total, _ = self.reducer(own_sums)
         return total["weight"], total["tokens"]
 
     def _learning_rate(self, step: int) -> float:
@@ -490,7 +490,7 @@ class Loop:
         pending.sent_bytes, pending.timing = self.measure.end_step(
             step,
             batch.micro_batches,
-            self.saver.checkpointer.staging.bytes_,
+            self.saver.checkpointer.staging.arena_bytes,
             has_update,
             data=pending.data_s,
             communication=comm_s,
@@ -565,7 +565,7 @@ class Loop:
 
     def _log_step(self, pending: PendingStep, seconds: float) -> None:
         """Emit the event of a step, and that of the devices."""
-        world_size = self.gather.world_size
+        world_size = self.reducer.world_size
         numbers = pending.numbers
         if pending.device_values and self.meter is not None:
             devices = self.meter.event(pending.step, pending.device_values)
@@ -710,7 +710,7 @@ class Loop:
                 )
                 own_sums = _add_sums(own_sums, batch_sums)
                 samples += int((batch.sample_ids >= 0).sum())
-            set_sums, _ = self.gather(own_sums)
+            set_sums, _ = self.reducer(own_sums)
             sums_of_all = _add_sums(sums_of_all, set_sums)
             if set_name:
                 for metric, value in self.algorithm.metrics(set_sums).items():
@@ -754,7 +754,7 @@ class Loop:
 
     def _sync_signals_and_exit_if_any(self) -> None:
         """Ask all ranks for stop signals; if any has one, save and raise Preempted. Collective."""
-        _, (signals,) = self.gather({}, float(self.stop_flag.requested))
+        _, (signals,) = self.reducer({}, float(self.stop_flag.requested))
         self.stop_request.record(signals)
         self._exit_if_signal_known()
 

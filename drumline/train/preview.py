@@ -142,7 +142,7 @@ def preview(config_path: Path, overrides: list[str], options: Options) -> None:
     error: UserError | None = None
     if loaded.config.has_own_module:
         folder = loaded.base_dir.absolute()
-        view.show_samples(read_samples(loaded.config.data.train, folder, Draws(0).used))
+        view.show_samples(read_samples(loaded.config.data.train, folder, Draws(0).use))
     else:
         error = _preview_rows(loaded, view, options)
     if options.html is not None:

@@ -30,7 +30,7 @@ from drumline.algorithms.base import Referenced
 from drumline.data.cache import TokenCache
 from drumline.data.order import GlobalBatch
 from drumline.dist.reduce import add_up, sum_over_ranks
-from drumline.dist.start import Ranks
+from drumline.dist.start import RankInfo
 from drumline.engine.build import build_engine
 from drumline.engine.engine import Engine
 from drumline.errors import Preempted
@@ -54,7 +54,7 @@ class Reference:
     """The reference of one run on one rank."""
 
     plan: Plan
-    ranks: Ranks
+    ranks: RankInfo
     device: str
     engine: Engine
     algorithm: Referenced

@@ -26,7 +26,7 @@ from drumline.checkpoint.load import (
 )
 from drumline.checkpoint.manifest import make_newest, read_manifest, step_of
 from drumline.checkpoint.memory import Memory
-from drumline.checkpoint.ranks import Ranks as RankGroup
+from drumline.checkpoint.ranks import RankGroup
 from drumline.checkpoint.remote import Store
 from drumline.checkpoint.retention import best_checkpoint, recover
 from drumline.checkpoint.save import Checkpointer
@@ -69,14 +69,14 @@ class ResumePoint:
         CheckpointError if there are checkpoints, but all are damaged.
         """
         ranks = RankGroup.all(error_type=CheckpointError)
-        ranks.each(partial(recover, Path(plan.run_dir) / CHECKPOINTS))
+        ranks.run_on_all(partial(recover, Path(plan.run_dir) / CHECKPOINTS))
         if resume.place is None:
             found = _newest_of_run(plan, memory_checkpoints)
             if found.path is None and found.skipped:
                 raise _all_damaged_error(found, plan.run_dir)
-        elif ranks.first(lambda: resume.is_run_folder):
+        elif ranks.run_on_rank_0(lambda: resume.is_run_folder):
             verify = plan.config.checkpoint.verify
-            found = newest(Path(resume.place) / CHECKPOINTS, verify, to_train=True)
+            found = newest(Path(resume.place) / CHECKPOINTS, verify, skip_weights_only=True)
             if found.path is None:
                 raise _all_damaged_error(found, resume.place)
         elif is_url(resume.place):
@@ -130,7 +130,7 @@ class ResumePoint:
             )
         if path.parent.name == FETCHED:
             # It was fetched from a URL. It goes once all ranks have read it.
-            RankGroup.all().each(lambda: None)
+            RankGroup.all().run_on_all(lambda: None)
             shutil.rmtree(path.parent, ignore_errors=True)
         return state
 
@@ -217,7 +217,7 @@ def _newest_on_disk(plan: Plan) -> FoundCheckpoint:
     root = Path(plan.run_dir) / CHECKPOINTS
     is_on_shared_folder = not options.allows_separate_folders
     if is_on_shared_folder:
-        return newest(root, options.verify, to_train=True)
+        return newest(root, options.verify, skip_weights_only=True)
     ranks = RankGroup.all(error_type=CheckpointError)
     store: Store | None = None
     if options.url:
@@ -238,7 +238,7 @@ def _check_named(plan: Plan, path: Path) -> Path:
     check(path, plan.config.checkpoint.verify)
     is_on_shared_folder = not plan.config.checkpoint.allows_separate_folders
     if plan.saves and is_on_shared_folder and is_own_checkpoint(path, Path(plan.run_dir)):
-        RankGroup.all(error_type=CheckpointError).first(partial(make_newest, path))
+        RankGroup.all(error_type=CheckpointError).run_on_rank_0(partial(make_newest, path))
     return path
 
 

@@ -15,7 +15,7 @@ import torch
 
 from drumline.checkpoint.memory import Memory
 from drumline.checkpoint.save import Checkpointer, SaveResult
-from drumline.dist.reduce import Gather
+from drumline.dist.reduce import SumReducer
 from drumline.errors import NotSaved, Preempted
 from drumline.plan.plan import Plan
 from drumline.system.heartbeat import alive
@@ -50,7 +50,7 @@ class Saver:
     state: TrainState
     checkpointer: Checkpointer
     emit: Emit
-    gather: Gather
+    reducer: SumReducer
     stop_flag: StopFlag
     # The step of the newest checkpoint that was written, or is being written; -1 for none.
     saved_step: int = -1
@@ -128,8 +128,8 @@ class Saver:
                 has_shortened_limit = True
                 limit = min(limit, waited + self.plan.config.launch.grace_seconds / 2)
             # One rank that has to give up is enough.
-            gives_up = waited >= limit or results[-1].lasting
-            _, (rank_gives_up,) = self.gather({}, float(gives_up))
+            gives_up = waited >= limit or results[-1].is_permanent
+            _, (rank_gives_up,) = self.reducer({}, float(gives_up))
             if any(rank_gives_up):
                 self._give_up(f"{results[-1].error}; tried for {waited:.0f} s", metric)
             # Training is over, so a save may block it. Memory for copies may be what was lacking.
@@ -206,7 +206,7 @@ class Saver:
             "trainer": self.state.dump(),
             "engine": self.engine.state(),
             "config": self.plan.config.model_dump(mode="json"),
-            "world_size": self.gather.world_size,
+            "world_size": self.reducer.world_size,
             "global_samples": self.plan.batch.global_samples,
             "lr": self.plan.lr,
             "steps": self.plan.steps,

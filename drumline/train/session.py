@@ -30,12 +30,12 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from drumline.checkpoint.memory import Memory
-from drumline.checkpoint.ranks import Ranks as RankGroup
+from drumline.checkpoint.ranks import RankGroup
 from drumline.config.resume import Resume
 from drumline.data.samples import evaluation_batches, global_batches
-from drumline.dist.reduce import Gather
-from drumline.dist.seeds import Draws, derive, deterministic, seed_step
-from drumline.dist.start import Ranks, gpu, start, stop
+from drumline.dist.reduce import SumReducer
+from drumline.dist.seeds import Draws, derive, seed_step, use_deterministic_kernels
+from drumline.dist.start import RankInfo, gpu, start, stop
 from drumline.engine.build import ModuleParts, build_module
 from drumline.engine.optimizer import MakeOptimizer
 from drumline.engine.transforms import batch_norms
@@ -117,7 +117,7 @@ class Session:
         install_hook()
         forget_first_error()
         join_tasks()
-        ranks = Ranks.from_environment()
+        ranks = RankInfo.from_environment()
         run_dir = run_dir or default_run_dir(Path(sys.argv[0] or "session"))
         self.plan = session_parts.make_plan(
             strategy,
@@ -151,7 +151,7 @@ class Session:
         die_with_launchers()
         plan = self.plan
         if plan.config.run.deterministic:
-            deterministic()
+            use_deterministic_kernels()
         torch.backends.cuda.matmul.allow_tf32 = plan.config.precision.tf32
         torch.backends.cudnn.allow_tf32 = plan.config.precision.tf32
         self.stop_flag = self.stack.enter_context(StopFlag(alone="RANK" not in os.environ))
@@ -160,7 +160,7 @@ class Session:
         if self.owns:
             self.ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
         else:
-            self.ranks = Ranks.from_environment()
+            self.ranks = RankInfo.from_environment()
         # torch's `init_process_group` has wrapped `print_error`, our excepthook, in its own. Since
         # `print_error` ends the process, torch's would lose what it prints, so ours is set again.
         sys.excepthook = print_error
@@ -169,11 +169,11 @@ class Session:
             self.device = f"cuda:{gpu(self.ranks)}"
         # Of the ranks that share samples, exactly one contributes to sums over all ranks.
         contributes = plan.mesh.is_counted(self.ranks.rank)
-        self.gather = Gather(
-            self.ranks.rank, self.ranks.world_size, self.device, counts=contributes
+        self.reducer = SumReducer(
+            self.ranks.rank, self.ranks.world_size, self.device, contributes=contributes
         )
         try:
-            self.resume = RankGroup.all(error_type=EnvironmentFault).first(
+            self.resume = RankGroup.all(error_type=EnvironmentFault).run_on_rank_0(
                 lambda: session_parts.claim_run_folder(plan, self.resume, self.allow, self.stack)
             )
         except EnvironmentFault:
@@ -256,7 +256,7 @@ class Session:
             self._state,
             checkpointer,
             self.emit,
-            self.gather,
+            self.reducer,
             self.stop_flag,
             saved_step,
             ResumeHints("resume=True", "resume={!r}"),
@@ -406,7 +406,7 @@ class Session:
                 first_position,
                 epochs if steps is None else None,
                 derive(seed, "order") if shuffle else None,
-                Draws(derive(seed, "rows")).used,
+                Draws(derive(seed, "rows")).use,
             )
         )
         rng_coordinates = self.plan.mesh.rng_coordinates(self.ranks.rank)
@@ -512,7 +512,7 @@ class Session:
         # Leaving the context of the micro-batch reduces the gradients.
         model.contexts.close()
         loss_sum, weight = torch.stack(model.sums).sum(0)
-        gathered = self.gather.start(
+        gathered = self.reducer.start(
             {"loss": loss_sum, "weight": weight}, float(self.stop_flag.requested)
         )
         total_weight = gathered["weight"]
@@ -603,7 +603,9 @@ class Session:
                 where="session.evaluate",
                 fix="give a list, or one whose iter() starts again",
             )
-        total, _ = self.gather.start(sums).read()
+        # One rank's share of a dataset may have names that only other datasets have on the others.
+        self.reducer.require_same_names(tuple(sums))
+        total, _ = self.reducer.start(sums).read()
         weight = total.pop("weight", 0.0) or 1.0
         means = {name: value / weight for name, value in total.items()}
         self.metric = means.get("loss")
@@ -625,7 +627,7 @@ class Session:
         with ExitStack() as contexts:
             for model in self._models.values():
                 contexts.enter_context(model.engine.evaluating())
-            drawn = Draws(derive(self.plan.config.run.seed, "held out")).used
+            drawn = Draws(derive(self.plan.config.run.seed, "held out")).use
             data_rank = mesh.data_rank(self.ranks.rank)
             for samples, contributes in evaluation_batches(
                 dataset, micro_batch, data_rank, mesh.data_ranks, drawn

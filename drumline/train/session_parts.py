@@ -27,7 +27,7 @@ from drumline.config.load import (
 from drumline.config.resume import Resume
 from drumline.data.samples import has_index
 from drumline.dist.seeds import derive
-from drumline.dist.start import Ranks
+from drumline.dist.start import RankInfo
 from drumline.engine.engine import CustomLoopEngine
 from drumline.engine.optimizer import MakeOptimizer
 from drumline.errors import CheckpointError, EnvironmentFault, UserError
@@ -137,7 +137,7 @@ def claim_run_folder(
     run_dir = Path(plan.run_dir)
     stack.enter_context(Lease(run_dir))
     # torchrun, or `drumline launch`, has started the script once more.
-    is_restart = Ranks.from_environment().attempt > 0 or os.environ.get(ATTEMPT, "0") != "0"
+    is_restart = RankInfo.from_environment().attempt > 0 or os.environ.get(ATTEMPT, "0") != "0"
     if is_restart:
         resume = resume_of_restart(resume, run_dir, plan.config.checkpoint.allows_separate_folders)
     checkpoints = run_dir / "checkpoints"

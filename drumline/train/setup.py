@@ -467,12 +467,12 @@ def _own_data(config: Config, base_dir: Path) -> DataPlan:
     Samples are read as they are, and nothing is prepared. The caches are names, which
     `data_loaders.open_samples` understands, and not folders.
     """
-    samples = read_samples(config.data.train, base_dir, Draws(0).used)
+    samples = read_samples(config.data.train, base_dir, Draws(0).use)
     eval_caches = {}
     eval_samples = 0
     for name, sources in config.data.eval_sets.items():
         eval_caches[name] = f"eval/{name}"
-        eval_samples += len(read_samples(sources, base_dir, Draws(0).used))
+        eval_samples += len(read_samples(sources, base_dir, Draws(0).use))
     return DataPlan(
         train_cache="train",
         eval_caches=eval_caches,

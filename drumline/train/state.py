@@ -22,7 +22,7 @@ import psutil
 from drumline.config.config import Config
 from drumline.config.run import EvalConfig
 from drumline.data.order import Ints
-from drumline.dist.reduce import Gathered
+from drumline.dist.reduce import PendingSums
 from drumline.errors import ConfigError, TrainingStopped
 from drumline.foreign import expanded
 from drumline.plan.plan import Plan
@@ -158,7 +158,7 @@ class PendingStep:
     unix time when the host had begun all work of the step; the device may still compute.
     """
 
-    gathered: Gathered
+    gathered: PendingSums
     step: int  # steps done, with this one
     denominator: float = 0.0  # of the loss; 0: the sum `weight` is the denominator
     position: int = 0

@@ -57,7 +57,7 @@ def read(outputs: Any, batch: Any) -> torch.Tensor:
 def look(plan: Any, rank: int) -> dict[str, Any]:
     from drumline.config.algorithm import AlgorithmSpec
     from drumline.config.registry import make
-    from drumline.dist.reduce import Gather, sum_over_ranks
+    from drumline.dist.reduce import SumReducer, sum_over_ranks
     from drumline.engine.build import build_engine
     from drumline.train.build import build_data_loaders
 
@@ -76,8 +76,8 @@ def look(plan: Any, rank: int) -> dict[str, Any]:
         sums = engine.forward_backward(batches, objective, weight / shared)
         norm = engine.grad_norm()
         engine.step(RATE, norm, torch.isfinite(norm))
-        gather = Gather(rank, plan.mesh.world_size, "cpu", plan.mesh.is_counted(rank))
-        whole, _ = gather.start(sums).read()
+        reducer = SumReducer(rank, plan.mesh.world_size, "cpu", plan.mesh.is_counted(rank))
+        whole, _ = reducer.start(sums).read()
         told["steps"].append({**whole, "norm": float(norm)})
     told["weights"] = copies(engine)
     told["read"] = by_tokens(engine.infer(batches, read), batches)

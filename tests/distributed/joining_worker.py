@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from drumline.dist.start import Ranks, publish, receive, rendezvous, start, stop
+from drumline.dist.start import RankInfo, publish, receive, rendezvous, start, stop
 
 
 def main(folder: Path, how: str) -> None:
-    ranks = Ranks.from_environment()
+    ranks = RankInfo.from_environment()
     rendezvous()
     (folder / f"there-{ranks.attempt}-{ranks.rank}").touch()
     if ranks.rank == 0:

@@ -121,11 +121,11 @@ def free_port() -> int:
 def share_groups() -> None:
     """From now on the groups of one plan serve the next: gloo has threads for each that look for
     work all the time, and those of twenty plans slow down all that runs on the machine."""
-    from drumline.checkpoint.ranks import Ranks
+    from drumline.checkpoint.ranks import RankGroup
     from drumline.dist import mesh
 
     mesh._cached_mesh = functools.cache(mesh._cached_mesh.__wrapped__)  # type: ignore[assignment]
-    Ranks.all_apart = staticmethod(functools.cache(Ranks.all_apart))  # type: ignore[method-assign]
+    RankGroup.create_separate = staticmethod(functools.cache(RankGroup.create_separate))  # type: ignore[method-assign]
 
 
 def each_plan(paths: Sequence[str]) -> Iterator[tuple[Plan, int, Path]]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drumline.checkpoint.ranks import Ranks
+from drumline.checkpoint.ranks import RankGroup
 from drumline.config.mesh import DIMENSIONS, Mesh
 from drumline.dist.mesh import device_mesh, gradient_group, side_group
 from drumline.dist.start import start, stop
@@ -68,7 +68,7 @@ def seconds_of(group: dist.ProcessGroup) -> float:
 def follow_phases(groups: list[dist.ProcessGroup]) -> None:
     """Print the limit after each phase of a run; it is one number for all of `groups`, but for
     those of saves and beside the steps."""
-    saves = Ranks.all_apart().group
+    saves = RankGroup.create_separate().group
     beside = side_group(dist.group.WORLD)
     config = SimpleNamespace(
         compile=SimpleNamespace(enabled=False),

@@ -264,10 +264,10 @@ def alone(root: Path) -> int:
     """Rank 0 acts by itself while the group is up (an export)."""
     if dist.get_rank() == 1:
         return 5
-    path = newest(root, verify=True, alone=True).path
+    path = newest(root, verify=True, collective=False).path
     assert path
-    load(path, blank(content(1)), alone=True)
-    return check(path, verify=True, alone=True).step
+    load(path, blank(content(1)), collective=False)
+    return check(path, verify=True, collective=False).step
 
 
 def test_one_rank_may_read_by_itself(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_lm_eval_s_model_may_be_a_checkpoint(run: Path) -> None:
 
 
 def newest_checkpoint(run: Path) -> Path:
-    path = newest(run / "checkpoints", verify=False, alone=True).path
+    path = newest(run / "checkpoints", verify=False, collective=False).path
     assert path is not None
     return path
 

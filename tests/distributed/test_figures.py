@@ -19,7 +19,7 @@ def last_step(degrees: dict[str, int], devices: int) -> dict[str, float]:
     """The last step event of a run with the fake engine, on this rank. Each data rank has two
     tokens a step."""
     from drumline.config.mesh import Mesh
-    from drumline.dist.reduce import Gather
+    from drumline.dist.reduce import SumReducer
     from drumline.plan.plan import Predicted
     from tests.unit.test_loop import loop
 
@@ -30,7 +30,9 @@ def last_step(degrees: dict[str, int], devices: int) -> dict[str, float]:
         predicted = Predicted(flops_per_token=RATE, peak_flops_per_device=PEAK)
         changes = {"mesh": mesh, "predicted": predicted, "devices_per_rank": devices}
         built.plan = built.plan.model_copy(update=changes)
-        built.gather = Gather(rank, dist.get_world_size(), "cpu", counts=mesh.is_counted(rank))
+        built.reducer = SumReducer(
+            rank, dist.get_world_size(), "cpu", contributes=mesh.is_counted(rank)
+        )
         built.save = lambda: None  # type: ignore[method-assign]
         built._save_last = lambda *_: None  # type: ignore[method-assign]
         built.run()

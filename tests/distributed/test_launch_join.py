@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from drumline.dist.start import Ranks, start
+from drumline.dist.start import RankInfo, start
 from drumline.errors import EnvironmentFault
 from drumline.launch.environment import listen
 from tests.distributed.ranks import start_ranks
@@ -101,7 +101,7 @@ def test_a_host_without_an_address_is_one_line(tmp_path: Path) -> None:
 def test_one_process_alone_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    assert start("cpu", "gloo", 1.0) == Ranks()
+    assert start("cpu", "gloo", 1.0) == RankInfo()
 
 
 def test_a_port_that_is_held_is_one_line(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def spread_loop(built: Any, model: str, strategy: str, degrees: dict[str, int]) 
     from drumline.config.config import Config
     from drumline.config.mesh import Mesh
     from drumline.data.batches import collate, learned_segment
-    from drumline.dist.reduce import Gather
+    from drumline.dist.reduce import SumReducer
     from drumline.engine.build import build_engine
 
     values = {
@@ -105,8 +105,8 @@ def spread_loop(built: Any, model: str, strategy: str, degrees: dict[str, int]) 
     }
     built.plan = built.plan.model_copy(update=how)
     built.engine = build_engine(built.plan, "cpu")
-    gather = Gather(dist.get_rank(), dist.get_world_size(), "cpu")
-    built.gather = built.measure.gather = gather
+    reducer = SumReducer(dist.get_rank(), dist.get_world_size(), "cpu")
+    built.reducer = built.measure.reducer = reducer
     built.save = built._save_last = lambda *_: None
     pack = collate([[learned_segment(10), learned_segment(14)]], 0, 24)
     changes: dict[str, Any] = {"micro_batches": [pack] * 2, "totals": (88.0, 96)}
@@ -115,7 +115,7 @@ def spread_loop(built: Any, model: str, strategy: str, degrees: dict[str, int]) 
 
 def counts(model: str, strategy: str, degrees: dict[str, int]) -> Counter[tuple[int, str]]:
     """The ledger of this rank over a run."""
-    from drumline.dist.reduce import Gathered
+    from drumline.dist.reduce import PendingSums
     from tests.unit.test_loop import loop
 
     ledger = Ledger()
@@ -128,15 +128,15 @@ def counts(model: str, strategy: str, degrees: dict[str, int]) -> Counter[tuple[
         for name in READS:
             method = getattr(torch.Tensor, name)
             patch.setattr(torch.Tensor, name, ledger.read(method))
-        fetch = Gathered.fetch
-        read = Gathered.read
+        fetch = PendingSums.fetch
+        read = PendingSums.read
         step = built._train_step
 
-        def sent_off(self: Gathered, *more: torch.Tensor) -> None:
+        def sent_off(self: PendingSums, *more: torch.Tensor) -> None:
             vars(self).setdefault("sent_off", ledger.step)
             fetch(self, *more)
 
-        def arrives(self: Gathered) -> Any:
+        def arrives(self: PendingSums) -> Any:
             sent_at = vars(self).get("sent_off", ledger.step)
             if sent_at == ledger.step:  # else it is there
                 ledger.counts[ledger.step, "read"] += 1
@@ -150,8 +150,8 @@ def counts(model: str, strategy: str, degrees: dict[str, int]) -> Counter[tuple[
             ledger.step += 1
             step(*arguments)
 
-        patch.setattr(Gathered, "fetch", sent_off)
-        patch.setattr(Gathered, "read", arrives)
+        patch.setattr(PendingSums, "fetch", sent_off)
+        patch.setattr(PendingSums, "read", arrives)
         built._train_step = stepped  # type: ignore[method-assign]
         with ledger:
             built.run()

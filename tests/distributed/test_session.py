@@ -35,12 +35,12 @@ def finished(process: Forked) -> str:
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
     """Of the last checkpoint: weights and moments."""
-    path = newest(run / "checkpoints", verify=True, alone=True).path
+    path = newest(run / "checkpoints", verify=True, collective=False).path
     assert path is not None
     named: dict[str, Any] = {}
-    for name, stored in check(path, False, alone=True).tensors.items():
+    for name, stored in check(path, False, collective=False).tensors.items():
         named[name] = torch.empty(stored.shape)
-    load(path, named, alone=True)
+    load(path, named, collective=False)
     return named
 
 

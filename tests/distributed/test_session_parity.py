@@ -70,13 +70,13 @@ def test_same_numbers_as_one_process(runs: Path, name: str, strategy: str) -> No
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     """Of the last checkpoint, by name."""
-    path = newest(run / "checkpoints", verify=True, alone=True).path
+    path = newest(run / "checkpoints", verify=True, collective=False).path
     assert path is not None
     tensors = {}
-    for name, stored in check(path, False, alone=True).tensors.items():
+    for name, stored in check(path, False, collective=False).tensors.items():
         if "/model." in name:
             tensors[name] = torch.empty(stored.shape)
-    load(path, tensors, alone=True, partly=True)
+    load(path, tensors, collective=False, allow_partial=True)
     return tensors
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drumline.dist.start import Ranks, _agree_on_start, gpu
+from drumline.dist.start import RankInfo, _agree_on_start, gpu
 from drumline.errors import EnvironmentFault
 from tests.distributed.ranks import start_ranks
 from tests.distributed.test_launch_join import end
@@ -57,9 +57,9 @@ def test_a_rank_that_sees_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> 
     seen = {1: [0, 0], 2: [0, 1]}
     for count, numbers in seen.items():
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
-        assert [gpu(Ranks(rank, rank, 2)) for rank in (0, 1)] == numbers
+        assert [gpu(RankInfo(rank, rank, 2)) for rank in (0, 1)] == numbers
     with pytest.raises(EnvironmentFault, match="local rank 2 sees 2 GPUs"):
-        gpu(Ranks(2, 2, 3))
+        gpu(RankInfo(2, 2, 3))
 
 
 def test_ranks_agree_on_a_start_whatever_an_earlier_one_left() -> None:
@@ -70,7 +70,7 @@ def test_ranks_agree_on_a_start_whatever_an_earlier_one_left() -> None:
         words: list[str] = []
 
         def join(rank: int) -> None:
-            words.append(_agree_on_start(store, Ranks(rank, rank, 3)))
+            words.append(_agree_on_start(store, RankInfo(rank, rank, 3)))
 
         threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
         if late:

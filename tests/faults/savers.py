@@ -11,7 +11,7 @@ from typing import Any
 from drumline.checkpoint.disks import Disks, Gatherer
 from drumline.checkpoint.load import load, read_state
 from drumline.checkpoint.manifest import step_of
-from drumline.checkpoint.ranks import Ranks
+from drumline.checkpoint.ranks import RankGroup
 from drumline.checkpoint.remote import Store
 from drumline.checkpoint.save import SaveResult
 from drumline.config.resume import CHECKPOINTS
@@ -79,13 +79,13 @@ def has_step_beyond(root: Path, step: int) -> bool:
 
 def root_of(folder: Path, apart: bool) -> Path:
     """The folder of this rank's host, of which there are as many as ranks if they are `apart`."""
-    host = Ranks.all().rank if apart else 0
+    host = RankGroup.all().rank if apart else 0
     return folder / f"host-{host}" / CHECKPOINTS
 
 
 def resumed(root: Path, url: str | None = None) -> int:
     """The step of the newest checkpoint, whose content is compared on this rank; 0 without one."""
-    ranks = Ranks.all(error_type=CheckpointError)
+    ranks = RankGroup.all(error_type=CheckpointError)
     store = None
     if url:
         store = Store(url)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from drumline.checkpoint import memory as memory_module
 from drumline.checkpoint.load import read_state
 from drumline.checkpoint.memory import HOST_MEMORY, NAME, OWNER, PREFIX, Memory, require_room
-from drumline.checkpoint.ranks import Ranks
+from drumline.checkpoint.ranks import RankGroup
 from drumline.errors import EnvironmentFault
 from drumline.system.process import this_process
 from tests.checkpoint_ranks import content, run
@@ -44,7 +44,7 @@ def of_run(run_dir: Path) -> Path:
 def open_memory(folder: Path, apart: bool = False, resumes_newest: bool = True) -> Memory:
     """The memory of this rank's run folder; hosts that are `apart` have one each, and memory of
     their own."""
-    number = Ranks.all().rank if apart else 0
+    number = RankGroup.all().rank if apart else 0
     path = folder / f"host-{number}"
     path.mkdir(exist_ok=True)
     return Memory(path, resumes_newest)
@@ -166,6 +166,19 @@ def test_memory_is_of_one_run_from_one_start_on(folder: Path) -> None:
     assert newest(second) == 0
     assert second.folder != first.folder
     assert not first.folder.exists()
+
+
+def start_twice(folder: Path) -> list[str]:
+    """Return what this rank's host has in memory after a start that resumes nothing."""
+    memory_module.HOST_MEMORY = folder / f"memory-{RankGroup.all().rank}"
+    memory_module.HOST_MEMORY.mkdir()
+    open_memory(folder)
+    memory = open_memory(folder, resumes_newest=False)
+    return [path.name for path in memory_module.HOST_MEMORY.iterdir() if path != memory.folder]
+
+
+def test_each_host_removes_what_is_given_up(folder: Path) -> None:
+    assert run(2, start_twice, folder) == [[], []]
 
 
 def test_what_a_launcher_left_that_is_gone_is_removed_by_the_next_run(

@@ -3,16 +3,30 @@ nothing, also after kills at random."""
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 import time
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from drumline.checkpoint.disks import (
+    Copy,
+    Disks,
+    Inspection,
+    _link_files,
+    _reasons_of_loss,
+    transfer_files,
+)
 from drumline.checkpoint.load import check, newest, newest_state, read_state
-from drumline.checkpoint.manifest import read_part
+from drumline.checkpoint.manifest import FileRecord, read_manifest_or_part
+from drumline.checkpoint.ranks import RankGroup
 from drumline.checkpoint.save import Checkpointer
 from drumline.errors import CheckpointError
 from tests.checkpoint_ranks import content, run
@@ -79,7 +93,7 @@ def test_a_metric_that_did_not_reach_all_hosts_loses_no_checkpoint(tmp_path: Pat
     assert run(HOSTS, rated, tmp_path) == [None] * HOSTS
 
     for root in roots(tmp_path):
-        manifest, _ = read_part(root / "step-00000001")
+        manifest, _ = read_manifest_or_part(root / "step-00000001")
         assert manifest.metric == 0.5
     for root in roots(tmp_path)[1:]:
         shutil.copyfile(root.parent / "before.json", root / "step-00000001" / "part.json")
@@ -89,7 +103,7 @@ def test_a_metric_that_did_not_reach_all_hosts_loses_no_checkpoint(tmp_path: Pat
     for root in roots(tmp_path):
         path = newest(root, verify=True).path
         assert path is not None
-        manifest, _ = read_part(path)
+        manifest, _ = read_manifest_or_part(path)
         assert manifest.metric == 0.5
 
 
@@ -100,7 +114,7 @@ def test_a_host_that_loses_its_disk_costs_nothing(tmp_path: Path) -> None:
     run(HOSTS, saved, tmp_path, 3)
     for root in roots(tmp_path):
         checkpoint = root / "step-00000003"
-        manifest, present = read_part(checkpoint)
+        manifest, present = read_manifest_or_part(checkpoint)
         assert len(manifest.files) == HOSTS + 2
         # Its own shard and its neighbour's, beside the index and the state.
         assert len(present) == 4
@@ -142,6 +156,62 @@ def test_two_hosts_lost_are_one_too_many_and_damage_is_made_up_for(tmp_path: Pat
 
     # Of step 2 a file is nowhere: the one before is used.
     assert run(HOSTS, resume, tmp_path) == [1] * HOSTS
+
+
+def test_a_disk_of_more_ranks_needs_more_space() -> None:
+    ranks = RankGroup(None)
+    ranks.size = 4
+    disks = Disks(ranks, ((0, 1, 2), (3,)))
+    assert disks.share_of_files(0) == 0.75
+    assert disks.share_of_files(2) == 1.0
+
+
+def test_damage_that_another_disk_makes_up_for_is_no_reason_of_a_loss() -> None:
+    inspections = [Inspection(set(), {"a": "a: damaged", "b": "b: damaged"}), Inspection({"a"}, {})]
+    assert _reasons_of_loss(Path("step-1"), ["b", "c"], inspections) == [
+        "b: damaged",
+        "step-1: c on no host that is here",
+    ]
+
+
+def test_files_of_a_disk_without_hard_links_are_copied_durably(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one").write_bytes(b"x" * 1000)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "no links")))
+    flushed: list[Path] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda file: flushed.append(Path(f"/proc/self/fd/{file}").resolve())
+    )
+    fresh = tmp_path / "fresh"
+
+    _link_files(fresh, tmp_path, {"one"})
+
+    assert (fresh / "one").read_bytes() == b"x" * 1000
+    assert flushed == [fresh / "one"]
+
+
+def test_a_disk_that_is_full_when_a_file_is_closed_keeps_no_sender_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received = []
+
+    def receive(piece: torch.Tensor, **_: Any) -> None:
+        received.append(len(piece))
+
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(dist, "recv", receive)
+    monkeypatch.setattr(os, "fsync", fail)
+    record = FileRecord(bytes=1000, sha256="")
+    copies = [Copy(1, 0, "one", record), Copy(1, 0, "two", record)]
+    ranks = RankGroup(None, CheckpointError)
+
+    with pytest.raises(CheckpointError, match=r"no space left on the disk \(.*/one\)"):
+        transfer_files(copies, None, tmp_path, ranks)
+
+    assert received == [1000, 1000]
 
 
 def save_for_ever(folder: Path, asynchronous: bool) -> None:

@@ -3,12 +3,16 @@ cut off, full of other things."""
 
 from __future__ import annotations
 
+import errno
+import math
+import os
 import random
 import shutil
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -208,6 +212,41 @@ def test_damage_there_is_noticed_and_the_one_before_used(
     _, _, manifest = choose(url)
     assert manifest.step == 3
     assert list(read_remote_manifests(store)) == ["step-00000001", "step-00000003"]
+
+
+def test_only_its_owner_may_read_a_downloaded_state(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    save(checkpointer_at(url, tmp_path / CHECKPOINTS, keep=1), 1)
+    state = fetch(url, tmp_path / "fetched") / "state.json"
+    assert state.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_is_not_taken_for_an_error_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/store"
+    save(checkpointer_at(url, tmp_path / CHECKPOINTS, keep=1), 1)
+    monkeypatch.setattr(remote_module, "PAUSES", [math.inf])
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
+    with pytest.raises(CheckpointError, match=r"fetched/\S+: cannot be written: no space"):
+        fetch(url, tmp_path / "fetched")
+
+
+def test_a_damaged_owner_is_an_error_of_the_last_copy(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    Store(url).put_bytes(b'{"token": ', "owner.json")
+    with pytest.raises(OSError, match="damaged: it does not say which run writes here"):
+        copy_run_files_within(url, tmp_path, 60)
+
+
+def test_an_upload_that_fails_whenever_it_is_tried_is_not_tried_again(tmp_path: Path) -> None:
+    checkpointer = checkpointer_at(f"file://{tmp_path}/store", tmp_path / CHECKPOINTS, keep=1)
+    mistake = TypeError("a mistake in the program")
+    with patch.object(checkpointer.remote, "finish", side_effect=mistake):
+        checkpointer.save(1, content(1), {"step": 1}, None)
+        (result,) = checkpointer.wait()
+    assert result.path is None
+    assert result.is_permanent
 
 
 def test_a_store_that_comes_and_goes(

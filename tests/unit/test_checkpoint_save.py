@@ -140,7 +140,7 @@ def test_copies_for_the_background_take_what_their_tensors_take() -> None:
         "d": torch.empty(0, 4),
     }
     staging = Staging()
-    assert staging.bytes_ == 0
+    assert staging.arena_bytes == 0
 
     staging.copy(tensors)
     later = {name: tensor + 1 for name, tensor in tensors.items()}
@@ -148,7 +148,7 @@ def test_copies_for_the_background_take_what_their_tensors_take() -> None:
     torch.testing.assert_close(staged, later)
 
     size = sum(tensor.nbytes for tensor in tensors.values())
-    padding = staging.bytes_ - size
+    padding = staging.arena_bytes - size
     assert 0 <= padding < ALIGNED * len(tensors)
 
     for name in "abc":
@@ -160,7 +160,7 @@ def test_copies_for_the_background_take_what_their_tensors_take() -> None:
 
     other = staging.copy({"a": torch.ones(2)})
     assert other["a"].tolist() == [1, 1]
-    assert staging.bytes_ == ALIGNED
+    assert staging.arena_bytes == ALIGNED
 
 
 def test_newest_and_best_stay(tmp_path: Path) -> None:
@@ -220,6 +220,24 @@ def test_the_best_is_of_the_branch_that_the_run_is_on(
     assert steps(tmp_path) == sorted([10, 20, 30, then])
 
 
+def test_a_metric_of_an_older_checkpoint_leaves_latest(tmp_path: Path) -> None:
+    checkpointer = checkpoints(tmp_path)
+    save(checkpointer, 1)
+    save(checkpointer, 2)
+    assert checkpointer.write_metric(1, 0.5) is None
+    assert read_pointer(tmp_path, "latest") == tmp_path / "step-00000002"
+    assert read_pointer(tmp_path, "best") == tmp_path / "step-00000001"
+
+
+def test_a_checkpoint_that_nobody_saved_is_not_kept(tmp_path: Path) -> None:
+    for url in (None, f"file://{tmp_path}/store"):
+        checkpointer = Checkpointer(tmp_path / "root", 2, True, "min", False, url=url)
+        path = save(checkpointer, 1).path
+        assert path
+        assert checkpointer.is_kept(path)
+        assert not checkpointer.is_kept(path.with_name("step-00000002"))
+
+
 def test_what_a_dead_run_left_is_removed_at_the_start(tmp_path: Path) -> None:
     save(checkpoints(tmp_path), 1)
     for name in (".tmp-step-00000002-aa", ".trash-step-00000000-bb"):
@@ -228,6 +246,7 @@ def test_what_a_dead_run_left_is_removed_at_the_start(tmp_path: Path) -> None:
         (folder / "__0_0.distcp").write_bytes(b"half")
 
     (tmp_path / ".tmp-latest-cc").write_text("step")
+    (tmp_path / ".here-dd-0").touch()
     (tmp_path / "notes.txt").write_text("mine")
     checkpoints(tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
@@ -271,7 +290,7 @@ def test_a_run_passes_over_weights_alone_and_a_reader_does_not(tmp_path: Path) -
     home = tmp_path / folder_name(2)
     assert newest(tmp_path, verify=True).path == home
 
-    found = newest(tmp_path, verify=True, to_train=True)
+    found = newest(tmp_path, verify=True, skip_weights_only=True)
     assert found.path == tmp_path / folder_name(1)
 
     _, reason = found.skipped[0]

@@ -15,7 +15,7 @@ from drumline.config.resume import Resume
 from drumline.data.cache import TokenCache, verify
 from drumline.data.fingerprint import identify, what_changed
 from drumline.data.prepare import prepare
-from drumline.dist.start import Ranks
+from drumline.dist.start import RankInfo
 from drumline.errors import CheckpointError, DataError
 from drumline.plan.plan import DataIdentity, Plan
 from drumline.train.build import build
@@ -120,7 +120,7 @@ def test_a_run_does_not_start_on_a_damaged_cache(
 
     folders = {"train_cache": plan.data.train_cache, "eval_caches": plan.data.eval_caches[""]}
     flip(Path(folders[kind]) / "learn.bin")
-    arguments = (Ranks(), None, lambda *_, **__: None, None, [], Goodput(0.0))
+    arguments = (RankInfo(), None, lambda *_, **__: None, None, [], Goodput(0.0))
     with pytest.raises(DataError, match=r"learn.bin: damaged"):
         build(plan, *arguments)  # type: ignore[arg-type]
 

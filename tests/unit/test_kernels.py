@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.dist.seeds import drawing
+from drumline.dist.seeds import use_seed
 from drumline.launch import environment as environment_of_launchers
 from drumline.train import build
 from tests.harness import ROOT, environment, source_path
@@ -56,10 +56,10 @@ def test_drawing_touches_one_generator(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, taken)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     before = torch.get_rng_state()
-    with drawing(3):
+    with use_seed(3):
         first = torch.rand(4)
     assert torch.equal(torch.get_rng_state(), before)
-    with drawing(3):
+    with use_seed(3):
         assert torch.equal(torch.rand(4), first)
     package = Path(build.__file__).parents[1]
     of_gpus = re.compile(r"fork_rng\((?!devices=\[\]\))")

@@ -28,7 +28,7 @@ WEIGHTS = {"model.w": torch.ones(3)}
 
 
 def newest_of(checkpoints: Path) -> Path:
-    path = newest(checkpoints, verify=True, alone=True).path
+    path = newest(checkpoints, verify=True, collective=False).path
     assert path is not None
 
     return path
@@ -96,7 +96,7 @@ def test_the_metric_of_the_last_weights_is_written_beside_them(tmp_path: Path, l
     assert best == ("step-00000004" if loss < 2 else "step-00000002")
     assert {path.name for path in tmp_path.glob("step-*")} == {best, "step-00000004"}
 
-    manifest = check(last, verify=True, alone=True)
+    manifest = check(last, verify=True, collective=False)
 
     assert manifest.metric == loss
     assert manifest.rated == "min loss"

@@ -82,7 +82,7 @@ def rank_1(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     for name, value in names.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(start, "_store", None)
-    monkeypatch.setattr(start, "CONNECT", timedelta(seconds=1))
+    monkeypatch.setattr(start, "JOIN_TIMEOUT", timedelta(seconds=1))
     yield monkeypatch
 
 

@@ -22,7 +22,7 @@ from drumline.checkpoint.save import Checkpointer
 from drumline.config.run import EvalConfig
 from drumline.data.batches import TokenBatch
 from drumline.data.order import GlobalBatch
-from drumline.dist.reduce import Gather
+from drumline.dist.reduce import SumReducer
 from drumline.dist.seeds import derive, seed_step
 from drumline.engine.norms import nonfinite_weight
 from drumline.errors import ConfigError, Preempted, TrainingStopped
@@ -74,7 +74,7 @@ def loop(
     made = plan(tmp_path, **sections)
     engine = engine or FakeEngine()
     state = state or TrainState()
-    gather = Gather(0, 1, "cpu")
+    reducer = SumReducer(0, 1, "cpu")
     flag = Flag()
 
     def emit(event: Event) -> None:
@@ -104,11 +104,11 @@ def loop(
             state,
             checkpointer,
             emit,
-            gather,
+            reducer,
             flag,
         ),
         emit=emit,
-        gather=gather,
+        reducer=reducer,
         timeout=CollectiveTimeout(made),
         stop_flag=flag,
         memory_bytes=lambda: 7,
@@ -117,7 +117,7 @@ def loop(
         measure=Measure(
             made,
             engine.memory_stats,
-            gather,
+            reducer,
             emit,
             traffic,
         ),

@@ -29,7 +29,7 @@ from drumline.data.samples import (
     identify_samples,
     read_samples,
 )
-from drumline.dist.reduce import Gather
+from drumline.dist.reduce import SumReducer
 from drumline.errors import (
     CheckpointError,
     ConfigError,
@@ -101,7 +101,9 @@ def test_sums_have_the_same_names_for_each_batch() -> None:
 
 def sums_of(rank: int) -> str:
     try:
-        Gather(rank, 2, "cpu").start({"a": ONE.double()} | ({"b": ONE.double()} if rank else {}))
+        SumReducer(rank, 2, "cpu").start(
+            {"a": ONE.double()} | ({"b": ONE.double()} if rank else {})
+        )
     except UserError as error:
         return error.line()
     return ""

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from drumline.config.load import load
-from drumline.dist.reduce import Gather
+from drumline.dist.reduce import SumReducer
 from drumline.engine.engine import sum_on_device
 from drumline.engine.norms import global_norm
 from drumline.errors import PlanError
@@ -162,6 +162,6 @@ def test_sums_of_mps_are_in_fp64_on_the_host() -> None:
             * 2
         )
         norm = global_norm(parts, "mps")
-        gathered = Gather(0, 1, "mps").start({**sums, "squares": norm.square()}, 1.0)
-        made = [*sums.values(), norm, gathered.whole]
+        gathered = SumReducer(0, 1, "mps").start({**sums, "squares": norm.square()}, 1.0)
+        made = [*sums.values(), norm, gathered.vector]
     assert all(tensor.device.type == "cpu" and tensor.dtype == torch.float64 for tensor in made)

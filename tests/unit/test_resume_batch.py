@@ -12,7 +12,7 @@ import pytest
 
 from drumline.config.load import load
 from drumline.config.resume import Resume
-from drumline.dist.start import Ranks
+from drumline.dist.start import RankInfo
 from drumline.errors import CheckpointError, ModelError
 from drumline.models.export import export
 from drumline.plan.plan import Plan
@@ -53,7 +53,7 @@ def build_loop(
     config: Path, resume: Resume | None, *overrides: str, emit: Callable[[Event], None]
 ) -> Loop:
     plan = plan_of(request_of(config, *overrides))
-    return build(plan, Ranks(), resume, emit, StopFlag(), [], Goodput(0.0))
+    return build(plan, RankInfo(), resume, emit, StopFlag(), [], Goodput(0.0))
 
 
 def train(config: Path, resume: Resume | None, *overrides: str) -> tuple[Loop, list[Step]]:

@@ -29,14 +29,14 @@ def test_a_rank_at_work_answers_one_that_waits(monkeypatch: pytest.MonkeyPatch) 
     hearts[1].step(3, 0, free=False)
     hearts[1].beat("report")
     assert hearts[1].at_work() == 3
-    assert not waits.ask(3), "nobody had been asked before"
+    assert not waits.poll_and_ask(3), "nobody had been asked before"
     works.listen(3)
     works.listen(3)
-    assert waits.ask(3) and not waits.ask(3), "one answer for each question"
+    assert waits.poll_and_ask(3) and not waits.poll_and_ask(3), "one answer for each question"
     works.listen(None)
-    assert not waits.ask(3), "it was not at work then"
+    assert not waits.poll_and_ask(3), "it was not at work then"
     works.listen(4)
-    assert not waits.ask(3), "it is ahead"
+    assert not waits.poll_and_ask(3), "it is ahead"
     hearts[1].floats[hearts[1].at + heartbeat.SINCE] -= 200.0
     assert hearts[1].at_work() is None
     assert Path(board.folder).is_dir()

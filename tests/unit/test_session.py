@@ -14,7 +14,8 @@ from torch import nn
 
 import drumline
 from drumline.data.samples import evaluation_batches, global_batches
-from drumline.dist.reduce import Gather, Gathered
+from drumline.dist import reduce
+from drumline.dist.reduce import PendingSums, SumReducer
 from drumline.errors import (
     CheckpointError,
     DataError,
@@ -339,15 +340,29 @@ def test_a_global_batch_whose_gradients_are_left(tmp_path: Path) -> None:
             s.backward(*loss_of(model, batch))
 
 
+def test_names_of_an_evaluation_are_compared_also_if_they_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with prepared_session(tmp_path) as (s, model):
+
+        def measure(batch: Any) -> Any:
+            return loss_of(model, batch)
+
+        s.evaluate(ROWS, collate, measure)
+        monkeypatch.setattr(reduce, "from_all", lambda names: [names, (*names, "accuracy")])
+        with pytest.raises(UserError, match="rank 1 loss, weight, accuracy"):
+            s.evaluate(ROWS, collate, measure)
+
+
 def test_a_step_is_read_when_the_next_is_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No step waits for its own numbers if they are not asked for; what is logged is."""
     order: list[str] = []
-    start = Gather.start
-    read = Gathered.read
+    start = SumReducer.start
+    read = PendingSums.read
 
-    def start_and_note(self: Gather, sums: Any, *more: float) -> Gathered:
+    def start_and_note(self: SumReducer, sums: Any, *more: float) -> PendingSums:
         order.append("start")
         number = order.count("start")
         found = start(self, sums, *more)
@@ -359,7 +374,7 @@ def test_a_step_is_read_when_the_next_is_under_way(
         monkeypatch.setattr(found, "read", read_and_note)
         return found
 
-    monkeypatch.setattr(Gather, "start", start_and_note)
+    monkeypatch.setattr(SumReducer, "start", start_and_note)
 
     with prepared_session(tmp_path) as (s, model):
         order.clear()

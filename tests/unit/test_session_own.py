@@ -57,7 +57,7 @@ def trained(
 ) -> list[list[int]]:
     """Return the rows of each of this rank's batches of two passes."""
     seed_all(rank)
-    used = Draws(seed).used
+    used = Draws(seed).use
     found = []
     for parts in global_batches(
         dataset,
@@ -81,7 +81,7 @@ def evaluated(dataset: Any, rank: int) -> list[int]:
         3,
         rank,
         2,
-        Draws(7).used,
+        Draws(7).use,
     ):
         if counts:
             found.extend(integers(rows))
@@ -117,7 +117,7 @@ def test_evaluation_draws_from_a_stream_of_its_own() -> None:
             3,
             0,
             1,
-            Draws(7).used,
+            Draws(7).use,
         )
     )
     assert torch.rand(()) == expected
@@ -134,7 +134,7 @@ def test_samples_that_are_kept_are_the_same_in_each_process(tmp_path: Path) -> N
 
     def kept(seed: int) -> list[int]:
         random.seed(seed)
-        return [*read_samples([Given()], tmp_path, Draws(0).used)]  # type: ignore[list-item]
+        return [*read_samples([Given()], tmp_path, Draws(0).use)]  # type: ignore[list-item]
 
     assert kept(1) == kept(2)
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import subprocess
 import sys
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed.distributed_c10d as c10d
 
+from drumline.dist.start import M_MMAP_THRESHOLD, keep_freed_memory
+from drumline.dist.timeouts import begin_timeouts, forget_timeouts
 from tests.harness import ENV
 
 # Page faults of a block of 32 MiB, after one of 64 that was freed, in a process that has started on the device in argv.
@@ -42,3 +48,27 @@ def test_memory_that_a_step_frees_is_there_for_the_next(device: str, kept: bool)
         timeout=120,
     )
     assert (int(done.stdout) < 2**10) is kept, "32 MiB are 8,192 pages"
+
+
+def test_groups_made_after_a_run_have_the_limit_of_torch() -> None:
+    before = c10d.default_pg_timeout
+    begin_timeouts(41.0)
+    assert c10d.default_pg_timeout == timedelta(seconds=41)
+    forget_timeouts()
+    assert c10d.default_pg_timeout == before
+
+
+def test_an_old_glibc_gets_the_largest_threshold_that_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    thresholds = []
+
+    def mallopt(parameter: int, value: int) -> int:
+        is_accepted = parameter != M_MMAP_THRESHOLD or value <= 32 << 20
+        if is_accepted and parameter == M_MMAP_THRESHOLD:
+            thresholds.append(value)
+        return int(is_accepted)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    keep_freed_memory()
+    assert thresholds == [32 << 20]

@@ -7,8 +7,9 @@ import socket
 from typing import Any
 
 import pytest
+import torch
 
-from drumline.dist.reduce import Gather
+from drumline.dist.reduce import SumReducer
 from drumline.telemetry.events import Event
 from drumline.telemetry.stragglers import WINDOW, WINDOW_SECONDS, Stragglers
 
@@ -25,7 +26,7 @@ def named(*windows: Times, steps: int = WINDOW, scale: float = 1.0) -> list[dict
     def emit(event: Event) -> None:
         said.append(event.values())
 
-    stragglers = Stragglers(Gather(0, 3, "cpu"), emit, 1.3)
+    stragglers = Stragglers(SumReducer(0, 3, "cpu"), emit, 1.3)
     stragglers.hosts_and_devices *= 3
     step = 0
     for data, communication in windows:
@@ -36,6 +37,14 @@ def named(*windows: Times, steps: int = WINDOW, scale: float = 1.0) -> list[dict
             stragglers.add(step, scale, 100, waited, sent)
 
     return said
+
+
+def test_sums_are_the_same_each_time_they_are_read() -> None:
+    sums = {"loss": torch.tensor(3.0).double(), "max_norm": torch.tensor(2.0).double()}
+    gathered = SumReducer(1, 3, "cpu").start(sums, 5.0)
+    gathered.fetch(torch.tensor(7.0), torch.tensor(8.0))
+    for _ in range(2):
+        assert gathered.read() == ({"loss": 3.0, "max_norm": 2.0}, [[0.0, 5.0, 0.0], [7.0], [8.0]])
 
 
 EVEN = ([0.0] * 3, [0.1] * 3)
@@ -84,7 +93,7 @@ def test_where_waiting_is_not_measured_data_are_compared() -> None:
 
 def test_one_rank_alone_holds_up_nobody() -> None:
     said: list[Any] = []
-    stragglers = Stragglers(Gather(0, 1, "cpu"), said.append, 1.3)
+    stragglers = Stragglers(SumReducer(0, 1, "cpu"), said.append, 1.3)
     for step in range(WINDOW):
         stragglers.add(step, 1.0, 100, [0.5], [0.0])
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from drumline.config.load import Request, load_values
-from drumline.dist.start import Ranks
+from drumline.dist.start import RankInfo
 from drumline.errors import EnvironmentFault
 from drumline.plan.plan import Plan
 from drumline.train.replan import Replanner
@@ -204,7 +204,7 @@ def test_under_torchrun_hosts_do_not_come_and_go(monkeypatch: pytest.MonkeyPatch
     launch = {"kind": "ssh", "hosts": ["a", "b"], "nodes": {"min": 1}}
     loaded = load_values({"data": {"train": [{"kind": "digits"}]}, "launch": launch}, [])
     with pytest.raises(EnvironmentFault, match=r"launch\.nodes: torchrun has started the ranks"):
-        _require_as_launched(Request(loaded), Ranks(0, 0, 1))
+        _require_as_launched(Request(loaded), RankInfo(0, 0, 1))
 
 
 @pytest.mark.claim("another number of ranks takes the same steps")
