@@ -141,19 +141,24 @@ def temporary_folder(root: Path) -> Iterator[Path]:
 
 
 def _is_left_over(folder: Path) -> bool:
-    """Return whether a temporary folder belongs to a process that has ended, or is a day old."""
+    """Return whether a temporary folder belongs to a process that has ended.
+
+    If this cannot be known, because the process is on another host, it is whether the folder has
+    not changed for a day.
+    """
     match = OURS.fullmatch(folder.name)
     if match is None:
         return False
     owner = named(match[1])
+    is_alive = None if owner is None else owner.alive()
+    if is_alive is not None:
+        return not is_alive
     try:
         newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except FileNotFoundError:
         # Its owner is removing or renaming it right now.
         return False
-    if time.time() - newest > STALE_SECONDS:
-        return True
-    return owner is not None and owner.alive() is False
+    return time.time() - newest > STALE_SECONDS
 
 
 def rename_unless_there(fresh: Path, final: Path, is_whole: Callable[[], bool]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,6 +87,16 @@ def test_folders_take_their_names(tmp_path: Path) -> None:
 
     assert contents(final) == {"x": "third"}
     assert list(tmp_path.iterdir()) == [final]
+
+
+def test_a_living_process_keeps_its_temporary_folder(tmp_path: Path) -> None:
+    with temporary_folder(tmp_path) as mine:
+        # For two days it wrote only to subfolders, or nothing.
+        past = time.time() - 2 * 24 * 3600
+        os.utime(mine, (past, past))
+        with temporary_folder(tmp_path):
+            pass
+        assert mine.exists()
 
 
 def nodes_of_package() -> Iterator[tuple[str, ast.AST]]:
