@@ -46,12 +46,13 @@ def whole_file(
     Until then a file of that name stays as it is. If the block raises, the new file is removed.
 
     `private`: only its owner may read it; otherwise the umask decides. `durable`: content and name
-    are on the device at the end. `shared`: several processes may write the same path at once, each
-    to a temporary file of its own.
+    are on the device at the end. `shared`: several processes, also on several hosts, may write the
+    same path at once, each to a temporary file of its own.
     """
     name = f"{UNFINISHED}{path.name}"
     if shared:
-        name += f"-{os.getpid()}"
+        # Processes on two hosts may have the same id.
+        name += f"-{secrets.token_hex(8)}"
     fresh = path.with_name(name)
     try:
         opener = _open_privately if private else None

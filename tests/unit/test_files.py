@@ -60,6 +60,15 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one(
     assert path.read_text() == "new"
 
 
+def test_two_processes_with_the_same_id_write_a_shared_path(tmp_path: Path) -> None:
+    """In containers on two hosts, for example, both may be process 1."""
+    path = tmp_path / "x"
+    with whole_file(path, shared=True) as file:
+        file.write(b"first")
+        write_whole(path, "second", shared=True)
+    assert contents(tmp_path) == {"x": "first"}
+
+
 def test_a_file_is_made_once(tmp_path: Path) -> None:
     path = tmp_path / "x"
     assert create_whole(path, b"first")
