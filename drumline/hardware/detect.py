@@ -177,9 +177,9 @@ class Groups:
     def oom_kills(self) -> int | None:
         """Return how many processes of this group the kernel has killed because memory ran out.
 
-        None if nothing counts them.
+        None if nothing counts them. The groups above count processes of other people, too: theirs
+        is only read if the group's own folder is missing, as it may be in a container.
         """
-        counts = []
         for folder in self._folders("memory"):
             for name in ("memory.events", "memory.oom_control"):
                 try:
@@ -188,8 +188,8 @@ class Groups:
                     continue
                 for line in lines:
                     if line.startswith("oom_kill "):
-                        counts.append(int(line.split()[1]))
-        return max(counts, default=None)
+                        return int(line.split()[1])
+        return None
 
     def _folders(self, controller: str) -> Iterator[Path]:
         """Yield the group's own folder and those above it, up to the mount.
