@@ -115,7 +115,10 @@ def redact(text: str, values: Secrets | None = None) -> str:
 
 
 def _values() -> Secrets:
-    """Return the secret values of this environment."""
+    """Return the secret values of this environment, the longest first.
+
+    One secret may be a part of another, whose rest would stay if the part were replaced first.
+    """
     secrets: Secrets = []
     for name, value in os.environ.items():
         if name.startswith(OURS):
@@ -125,14 +128,17 @@ def _values() -> Secrets:
             secrets.append(Secret(value, True))
         elif _is_secret_name(name):
             secrets.append(Secret(value, False))
-    return secrets
+    return sorted(secrets, key=lambda secret: len(secret.value), reverse=True)
 
 
 def _parse_json(text: str) -> Any:
-    """Return the value of a JSON text, else the text itself."""
+    """Return the value of a JSON text, else the text itself.
+
+    Of variables with the prefix OURS, `withhold` sets JSON, and a user may set any text.
+    """
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # a variable of the user's own that has such a name
+    except (ValueError, RecursionError):
         return text
 
 

@@ -173,6 +173,12 @@ def test_what_is_no_secret(text: str) -> None:
     assert redact(text) == text
 
 
+def test_a_secret_that_begins_another_leaves_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_PASSWORD", "hunter2hunter2")
+    monkeypatch.setenv("B_PASSWORD", "hunter2hunter2-of-me")
+    assert redact("it was hunter2hunter2-of-me") == "it was [redacted]"
+
+
 def test_keys_are_redacted_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA0123456789")
     monkeypatch.setenv("DATABASE_URL", "postgres://db/sales")
