@@ -328,7 +328,7 @@ def reveal(value: Any, where: str) -> Any:
         return value
     whole = REFERENCE.fullmatch(value)
     if whole and whole[1].startswith(OURS):
-        return json.loads(_variable(whole[1], where))
+        return _parse_json(_variable(whole[1], where))
     return REFERENCE.sub(lambda match: _variable(match[1], where), value)
 
 
