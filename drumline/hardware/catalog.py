@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from dataclasses import replace
 
 from drumline.hardware.cluster import DeviceSpec, Link
 
@@ -596,7 +597,9 @@ NOT_DEVICES = {"MIG", "Laptop", "Ti", "D", "Max"}
 def by_driver(device_name: str, memory_bytes: int | None = None) -> DeviceSpec | None:
     """Return the device of the catalog by the name that its driver gives; None for an unknown one.
 
-    If the catalog has several sizes of it, the one nearest in memory is returned.
+    If the catalog has several sizes of it, the one nearest in memory is returned; without
+    `memory_bytes`, the smallest. A card in a PCIe slot, whose driver's name says so, has no NVLink:
+    its link to other devices is that to the host.
     """
     parts = device_name.replace("-", " ").split()
     text = f" {' '.join(parts)} "
@@ -608,7 +611,11 @@ def by_driver(device_name: str, memory_bytes: int | None = None) -> DeviceSpec |
     known = plain(max(found, key=len))
     specs = [spec for name, spec in DEVICES.items() if re.sub(r"-\d+g$", "", name) == known]
     memory = memory_bytes or 0
-    return min(specs, key=lambda spec: abs(spec.memory_bytes - memory))
+    nearest_spec = min(specs, key=lambda spec: abs(spec.memory_bytes - memory))
+    # Drivers write both: A100-PCIE-40GB, H100 PCIe.
+    if "PCIE" in device_name.upper():
+        return replace(nearest_spec, intra=nearest_spec.host_link)
+    return nearest_spec
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

@@ -363,9 +363,6 @@ def _devices_of_gpus(machine: Machine, processes: int, calibration: Calibration)
         spec = known
     # As the driver says, which is a little less than the catalog has.
     spec = replace(spec, memory_bytes=least.memory_bytes)
-    # Drivers write both: A100-PCIE-40GB, H100 PCIe.
-    if "PCIE" in least.name.upper():
-        spec = replace(spec, intra=spec.host_link)
     return _Devices(spec, len(used), calibration, tuple(notes))
 
 
