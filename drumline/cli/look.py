@@ -157,11 +157,14 @@ def evaluate(
 
 
 def _early_ranks(config_path: Path, overrides: list[str]) -> EarlyRanks:
-    """Return ranks of a config that import what they need while the plan is made."""
+    """Return ranks of a config that import what they need while the plan is made.
+
+    The config may be a stranger's, so only an override can allow it to run code of its own.
+    """
     from drumline.config.load import load
     from drumline.launch.early import EarlyRanks
 
-    return EarlyRanks(load(config_path, overrides).config)
+    return EarlyRanks(load(config_path, overrides, trusted=False).config)
 
 
 def chat(

@@ -176,7 +176,7 @@ def _url_of_run(config_path: Path, overrides: list[str]) -> str | None:
 
     Else return None.
     """
-    config = load(config_path, overrides, trusted=False).config
+    config = _load_untrusted(config_path, overrides).config
     url = config.checkpoint.url
     # The run folder is asked first: the URL costs a request.
     if url is None or best_or_newest(run_folder(config_path, overrides)) is not None:
@@ -225,8 +225,16 @@ def _require_head(plan: Plan, where: str) -> None:
 
 def run_folder(config_path: Path, overrides: list[str]) -> Path:
     """Return the run folder of `drumline train` with the same config and overrides."""
-    loaded = load(config_path, overrides)
+    loaded = _load_untrusted(config_path, overrides)
     return Path(loaded.config.run.dir or default_run_dir(loaded.path))
+
+
+def _load_untrusted(config_path: Path, overrides: list[str]) -> Loaded:
+    """Return a config, which only an override can allow to run code of its own.
+
+    It may be that of a run folder that somebody else made.
+    """
+    return load(config_path, overrides, trusted=False)
 
 
 @dataclass(frozen=True)
@@ -255,7 +263,7 @@ def find_weights(
 
     Raises CheckpointError for a place that is none of them.
     """
-    loaded = load(config_path, overrides, trusted=False)
+    loaded = _load_untrusted(config_path, overrides)
     if place is None or (place / "plan.json").exists():
         return _weights_of_run(loaded, place, run_dir)
     if (place / "config.json").exists():
@@ -270,7 +278,7 @@ def find_weights(
         ]
         if (place / "tokenizer_config.json").exists():
             own += ["model.tokenizer=null", "model.new_tokens=[]"]
-        own_loaded = load(config_path, [*overrides, *own], trusted=False)
+        own_loaded = _load_untrusted(config_path, [*overrides, *own])
         return EvaluatedWeights(own_loaded, None, str(place))
     check(place, verify=False, alone=True)
     return EvaluatedWeights(loaded, place, str(place))
