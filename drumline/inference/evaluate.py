@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -103,34 +103,23 @@ def evaluate(
         raise UserError(what, where=str(launcher), fix="call it by itself")
     plan, weights, run_dir = plan_evaluation(config_path, overrides, place)
     began = time.time()
-    # Ranks leave the run folder alone; this folder is kept if they fail.
-    scratch = Path(tempfile.mkdtemp(prefix="drumline-eval-"))
-    (scratch / "checkpoints").mkdir()
-    scratch_plan = plan.model_copy(update={"run_dir": str(scratch)})
-    plan_file = scratch / "plan.json"
-    scratch_plan.save(plan_file)
     checkpoint = None
     if weights.checkpoint is not None:
         checkpoint = str(weights.checkpoint)
-    events: list[Event] = []
-    with ExitStack() as at_end:
-        at_end.callback(shutil.rmtree, scratch, ignore_errors=True)
-        exit_code = launch(
-            scratch_plan,
-            plan_file,
-            checkpoint,
-            events.append,
-            "drumline.inference.rank",
-            trial=True,
-            ranks=LocalRanks.of_plan(scratch_plan, early),
-        )
-        if exit_code != 0:
-            # Its logs say why: forget to remove the folder.
-            at_end.pop_all()
-            return exit_code
+    # The ranks write here, and leave the run folder alone.
+    scratch = Path(tempfile.mkdtemp(prefix="drumline-eval-"))
+    try:
+        exit_code, events = _run_ranks(plan, scratch, checkpoint, early)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    # If the ranks failed, or measured nothing, their logs in the folder say why, so it is kept.
+    if exit_code != 0:
+        return exit_code
     evals = [event for event in events if isinstance(event, Eval)]
     if not evals:
         raise DrumlineError("the ranks ended without a metric", where=str(scratch))
+    shutil.rmtree(scratch, ignore_errors=True)
     found = evals[-1]
     result = {
         "weights": weights.origin,
@@ -151,6 +140,27 @@ def evaluate(
         )
     write_section(run_dir, "held_out", result)
     return 0
+
+
+def _run_ranks(
+    plan: Plan, scratch: Path, checkpoint: str | None, early: EarlyRanks | None
+) -> tuple[int, list[Event]]:
+    """Evaluate on the plan's ranks, which write to `scratch`. Return their exit code and events."""
+    (scratch / "checkpoints").mkdir()
+    scratch_plan = plan.model_copy(update={"run_dir": str(scratch)})
+    plan_file = scratch / "plan.json"
+    scratch_plan.save(plan_file)
+    events: list[Event] = []
+    exit_code = launch(
+        scratch_plan,
+        plan_file,
+        checkpoint,
+        events.append,
+        "drumline.inference.rank",
+        trial=True,
+        ranks=LocalRanks.of_plan(scratch_plan, early),
+    )
+    return exit_code, events
 
 
 @contextmanager

@@ -3,6 +3,7 @@ weights, under any strategy."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,14 @@ import pytest
 import torch
 
 from drumline.checkpoint.load import newest
-from drumline.errors import CheckpointError, ConfigError, EnvironmentFault, UserError
+from drumline.errors import (
+    CheckpointError,
+    ConfigError,
+    DrumlineError,
+    EnvironmentFault,
+    UserError,
+)
+from drumline.inference import evaluate as evaluation
 from drumline.inference.evaluate import answers, evaluate, model_of, score_with_lm_eval, show
 from tests.distributed.setups import case
 from tests.harness import (
@@ -132,6 +140,18 @@ def test_bad_input(config: Path, run: Path) -> None:
         evaluate(config, ["data.eval=[]"], None)
     with pytest.raises(UserError, match="it is for algorithm sft, and this is pretrain"):
         answers(config, ["algorithm=pretrain"], None, 3)
+
+
+def test_ranks_that_measure_nothing_leave_their_logs(
+    config: Path, before: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "launch", lambda *_, **__: 0)
+    with pytest.raises(DrumlineError, match="ended without a metric") as error:
+        evaluate(config, [], None)
+    assert error.value.where is not None
+    scratch = Path(error.value.where)
+    assert (scratch / "plan.json").is_file()
+    shutil.rmtree(scratch)
 
 
 def test_lm_eval_is_asked_for_by_name_when_it_is_missing(
