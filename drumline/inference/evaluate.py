@@ -569,7 +569,8 @@ def score_with_lm_eval(
 ) -> int:
     """Score a model in lm-eval's tasks, and return the exit code.
 
-    It prints a table, and writes the section `lm_eval` of RUN/eval.json if there is a run.
+    It prints a table, and writes the section `lm_eval` of RUN/eval.json if `config_path` is a config
+    or a run, whichever weights are scored.
 
     Args:
         config_path: A config, the folder of a run, or any folder that `model_of` takes.
@@ -602,10 +603,9 @@ def score_with_lm_eval(
             metrics[f"{task} {name}"] = value
     show(f"{source} by lm-eval", metrics)
     # A folder that is no run gets no eval.json.
-    target = own_folder if is_config else source
-    if target != source or (source / "plan.json").exists():
+    if is_config or (own_folder / "plan.json").exists():
         result = {"seconds": time.time() - began, "limit": limit, "tasks": results}
-        write_section(target, "lm_eval", result)
+        write_section(own_folder, "lm_eval", result)
     return 0
 
 

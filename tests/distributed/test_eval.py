@@ -162,6 +162,19 @@ def test_lm_eval_is_asked_for_by_name_when_it_is_missing(
         score_with_lm_eval(run, [], None, ["arc_easy"], None, None)
 
 
+def test_lm_eval_of_a_run_s_checkpoint_is_noted_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "require_package", lambda *_: None)
+    monkeypatch.setattr(evaluation, "model_of", lambda *_: {})
+    monkeypatch.setattr(evaluation, "_run_lm_eval", lambda *_: {"drum_tiny": {"acc": 0.5}})
+    (tmp_path / "plan.json").write_text("{}")
+    checkpoint = tmp_path / "checkpoints" / "step-00000002"
+    checkpoint.mkdir(parents=True)
+    assert score_with_lm_eval(tmp_path, [], checkpoint, ["drum_tiny"], None, None) == 0
+    assert scores(tmp_path) == {"acc": 0.5}
+
+
 def test_lm_eval_s_model_may_be_a_checkpoint(run: Path) -> None:
     saved = newest_checkpoint(run)
     assert isinstance(model_of(saved)["pretrained"], torch.nn.Module)
