@@ -454,7 +454,7 @@ class Conversation:
         try:
             self._generate(ids, printer)
         except KeyboardInterrupt:
-            printer.on_finalized_text(" …", stream_end=True)
+            printer.stop()
         answer = "".join(printer.answer)
         self.turns[:] = [*turns, {"role": "assistant", "content": answer}]
         return answer
@@ -507,11 +507,22 @@ class Printer(TextStreamer):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.show = show
         self.answer: list[str] = []
+        # What is printed behind the last word.
+        self.last_mark = "\n"
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.answer.append(text)
         if self.show:
-            print(CONTROLS.sub("�", text), end="\n" if stream_end else "", flush=True)
+            print(CONTROLS.sub("�", text), end=self.last_mark if stream_end else "", flush=True)
+
+    def stop(self) -> None:
+        """End an answer that was interrupted.
+
+        The last word is kept, though more might have followed. An ellipsis is printed, and is no
+        part of the answer.
+        """
+        self.last_mark = " …\n"
+        self.end()
 
 
 def _read_line() -> str | None:

@@ -179,6 +179,21 @@ def test_an_answer_that_fails_leaves_the_conversation_as_it_was(
     assert talk.turns == before
 
 
+def test_an_answer_that_is_interrupted_counts_up_to_there(
+    loaded: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, streamer: Printer, **__: Any) -> None:
+        for token in [0, *loaded.tokenizer("one two")["input_ids"]]:
+            streamer.put(torch.tensor([token]))
+        raise KeyboardInterrupt
+
+    talk = Conversation(loaded, 5, 0.0, None)
+    monkeypatch.setattr(loaded.module, "generate", interrupted)
+    assert talk.answer("one?") == "one two"
+    assert talk.turns[-1]["content"] == "one two"
+    assert capsys.readouterr().out == "one two …\n"
+
+
 def test_without_a_template_each_line_is_continued(loaded: Model) -> None:
     bare = Model(loaded.module, tiny_tokenizer(chat_template=None), "bare")
     talk = Conversation(bare, 5, 0.0, None)
