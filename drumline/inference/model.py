@@ -69,18 +69,17 @@ def load(
     Raises ModelError for a model that does not write text, CheckpointError for a run that saved
     nothing.
     """
-    where: str | Path
     if isinstance(place, Run):
-        where = place.dir
+        where = os.fspath(place.dir)
     else:
-        where = place
-    path = Path(where) / "plan.json"
-    if path.is_file():
-        plan = Plan.load(path, trust_remote_code)
+        where = os.fspath(place)
+    plan_file = expanded(where) / "plan.json"
+    if plan_file.is_file():
+        plan = Plan.load(plan_file, trust_remote_code)
         if plan.config.plain:
-            return _load_own_module(plan, path.parent, str(where), trust_remote_code)
+            return _load_own_module(plan, plan_file.parent, where, trust_remote_code)
     with stderr_bars(display) as on_progress:
-        return open_model(os.fspath(where), on_progress, trust_remote_code)
+        return open_model(where, on_progress, trust_remote_code)
 
 
 def _load_own_module(plan: Plan, run_dir: Path, where: str, trust_remote_code: bool) -> Model:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,20 @@ from safetensors.torch import load_file, save_file
 from drumline.config.config import LoRAConfig
 from drumline.config.model import ModelConfig
 from drumline.errors import CheckpointError, DataError, ModelError, UserError
+from drumline.inference import model as inference_model
 from drumline.inference.evaluate import HeldOutPrompt, complete_prompts, drop_full_prompts
-from drumline.inference.model import CONTROLS, Conversation, Model, Printer, chat, open_model
+from drumline.inference.model import (
+    CONTROLS,
+    Conversation,
+    Model,
+    Printer,
+    chat,
+    load,
+    open_model,
+)
 from drumline.models.templates import turn_end, turn_tail
 from drumline.models.tokenizer import load_tokenizer
+from drumline.plan.plan import Plan
 from tests.harness import ENV, drumline
 from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer
 from tests.unit.test_models_export import save_steps, write_plan
@@ -314,6 +325,18 @@ def save_export(run: Path, **_: Any) -> None:
 
 def first_weight(model: Any) -> torch.Tensor:
     return next(iter(model.state_dict().values()))
+
+
+def test_a_run_of_an_own_module_may_lie_below_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    model = SimpleNamespace(builder="package.function")
+    plan = SimpleNamespace(config=SimpleNamespace(plain=True, model=model))
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    monkeypatch.setattr(Plan, "load", lambda *_: plan)
+    monkeypatch.setattr(inference_model, "read_module", lambda _, run_dir, __: ("own", run_dir))
+    assert load(f"~/{tmp_path.name}").module == "own"
 
 
 @pytest.mark.slow
