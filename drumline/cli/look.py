@@ -189,9 +189,9 @@ def chat(
     trust_remote_code: Trust = False,
 ) -> None:
     """Talk to a trained model in the terminal."""
-    from drumline.system.process import uncollected
+    from drumline.system.process import pause_garbage_collection
 
-    with uncollected():
+    with pause_garbage_collection():
         from drumline.inference.model import chat as run
 
     run(place, max_new_tokens, temperature, system, trust_remote_code)

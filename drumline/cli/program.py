@@ -80,7 +80,7 @@ def _main(given: list[str]) -> None:
         use_expandable_segments,
     )
     from drumline.launch.tasks import join_tasks
-    from drumline.system.signals import LEFT, NOTHING_LOST, Interrupted, Stoppable
+    from drumline.system.signals import EXIT_INTERRUPTED, EXIT_TEMPFAIL, Interrupted, Stoppable
 
     arguments = _arguments_for_typer(given)
     try:
@@ -96,9 +96,9 @@ def _main(given: list[str]) -> None:
     except Interrupted as stop:
         if is_first_rank():
             say(f"stopped: {stop} — start it again")
-        raise SystemExit(NOTHING_LOST) from None
+        raise SystemExit(EXIT_TEMPFAIL) from None
     except KeyboardInterrupt:
-        raise SystemExit(LEFT) from None
+        raise SystemExit(EXIT_INTERRUPTED) from None
     except Exception as error:  # noqa: BLE001 - whatever it is, the user gets one line
         raise SystemExit(_report_unexpected(error)) from None
 

@@ -35,7 +35,7 @@ from drumline.config.run import EvalConfig, direction
 from drumline.errors import CheckpointError, ConfigError, DrumlineError, shortened
 from drumline.foreign import MIB, expanded, first_line, read_object
 from drumline.foreign import read_text as plain_text
-from drumline.system.redact import plain, withhold
+from drumline.system.redact import redacted_json, withhold
 from drumline.system.yaml_lines import NumberTooLarge, Place, read_yaml, write_yaml
 
 if TYPE_CHECKING:

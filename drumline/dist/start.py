@@ -22,7 +22,13 @@ from drumline.dist.timeouts import begin_timeouts, forget_timeouts
 from drumline.errors import EnvironmentFault
 from drumline.foreign import first_line
 from drumline.system.munge import SECRET, seal, unseal
-from drumline.system.network import CHOOSE, addresses, interface_of, interface_to, is_loopback
+from drumline.system.network import (
+    INTERFACE_VARIABLES,
+    addresses,
+    interface_of,
+    interface_to,
+    is_loopback,
+)
 from drumline.system.process import SECRET_ON_STDIN
 from drumline.system.sockets import for_store
 from drumline.vendor.torch import abort_process_group
@@ -360,7 +366,7 @@ def _choose_interface(wanted: str | None) -> None:
     """Let gloo and NCCL use the interface between hosts, unless the user has chosen one."""
     chosen = _interface_between_hosts(wanted)
     if chosen:
-        for name in CHOOSE:
+        for name in INTERFACE_VARIABLES:
             os.environ.setdefault(name, chosen)
 
 

@@ -41,7 +41,7 @@ from drumline.plan.out_of_memory import memory_errors
 from drumline.plan.plan import Plan
 from drumline.report.bars import OnProgress, bars, stderr_bars
 from drumline.rl.generate import Completion, HFGenerator, Request, end_tokens
-from drumline.system.process import uncollected
+from drumline.system.process import pause_garbage_collection
 from drumline.system.signals import CtrlC
 from drumline.train.run import Run
 
@@ -379,7 +379,7 @@ def chat(
         system: The text of a system message; None: no such message.
         trust: Run code that comes with the model.
     """
-    with uncollected(), bars(Console(stderr=True)) as on_progress:
+    with pause_garbage_collection(), bars(Console(stderr=True)) as on_progress:
         model = open_model(place, on_progress, trust)
     conversation = Conversation(model, max_new_tokens, temperature, system)
     if sys.stdin.isatty():

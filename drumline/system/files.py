@@ -229,7 +229,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def numbered(folder: Path, prefix: str) -> dict[int, Path]:
+def numbered_entries(folder: Path, prefix: str) -> dict[int, Path]:
     """Return number → path of the entries of a folder called `prefix` and that number, by number.
 
     Entries with other names are left out: they are not the caller's.
@@ -282,7 +282,7 @@ def digest(path: Path) -> str | None:
 
 
 @contextmanager
-def following(
+def follow_file(
     path: Path, on_bytes: Callable[[bytes], object], offset: int | None = None
 ) -> Iterator[None]:
     """Hand what another process appends to a file to `on_bytes`, while the block runs.

@@ -12,9 +12,9 @@ from drumline.errors import EnvironmentFault
 from drumline.system.redact import redact
 
 # Beginnings of the names of variables that all ranks get from the user.
-HANDED_ON = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS")
+FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS")
 # Variables that choose the network's interface.
-CHOOSE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # The port in a question for the route to a host. Nothing is sent there.
 ANY_PORT = 9
 # Characters of a variable's value that are shown at most.
@@ -125,10 +125,12 @@ def _interfaces() -> dict[str, list[str]]:
     return interfaces
 
 
-def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
+def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the user's variables for gloo, NCCL and the threads of a rank, which all ranks get."""
     return {
-        name: value for name, value in sorted(environment.items()) if name.startswith(HANDED_ON)
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith(FORWARDED_PREFIXES)
     }
 
 
@@ -137,7 +139,7 @@ def explain_environment(
 ) -> list[str]:
     """Return lines that explain the plan: variables that all ranks get, and contradictions to it."""
     lines = []
-    variables = handed_on(environment)
+    variables = forwarded_variables(environment)
     if variables:
         shown = " ".join(f"{name}={value[:MOST_SHOWN]}" for name, value in variables.items())
         lines.append(f"environment {redact(shown)}: handed on to all ranks")
@@ -177,7 +179,7 @@ def _contradictions(
             f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={heartbeat} is less than {limit}: the monitor may end a rank before its collective"
         )
     if interface is not None:
-        for name in CHOOSE:
+        for name in INTERFACE_VARIABLES:
             if environment.get(name, interface) != interface:
                 found.append(f"{name}={environment[name]} goes before launch.interface={interface}")
     return found

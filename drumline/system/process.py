@@ -212,7 +212,7 @@ def tied(module: str, *arguments: str) -> list[str]:
     ]
 
 
-class Early(ForkProcess):
+class EarlyRank(ForkProcess):
     """A fork of this process that waits until `begin` says what it shall run.
 
     It dies with this process, and has the methods of Popen that torch's agent calls. This process
@@ -225,7 +225,7 @@ class Early(ForkProcess):
         self.parent, (self._question, self._answer) = os.getpid(), os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        with unwarned():
+        with ignore_fork_warning():
             self.start()
         os.close(self._question)
 
@@ -333,7 +333,7 @@ def _go_on() -> None:
 
 
 @contextmanager
-def unwarned() -> Iterator[None]:
+def ignore_fork_warning() -> Iterator[None]:
     """Leave out Python's warning of a fork inside the block.
 
     Python 3.12 warns of the threads of OpenBLAS, which handles forks itself.
@@ -343,9 +343,9 @@ def unwarned() -> Iterator[None]:
         yield
 
 
-def in_a_fork(holds: Callable[[], bool]) -> bool:
+def holds_in_fork(holds: Callable[[], bool]) -> bool:
     """Return whether something holds in a fork of this process."""
-    with unwarned():
+    with ignore_fork_warning():
         child = os.fork()
     if child == 0:
         os._exit(int(not holds()))
@@ -353,7 +353,7 @@ def in_a_fork(holds: Callable[[], bool]) -> bool:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Switch Python's garbage collector off inside the block, which imports.
 
     Imports make many objects and drop few. The collector looks at all of them again and again, a

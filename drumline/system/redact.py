@@ -159,7 +159,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield from _leaves(inner)
 
 
-def plain(value: Any, secret: bool = False, values: Secrets | None = None) -> Any:
+def redacted_json(value: Any, secret: bool = False, values: Secrets | None = None) -> Any:
     """Return a value in JSON's own types, redacted, keys too.
 
     NaN becomes null and inf a string. What JSON does not know is written as its text. `secret`:
@@ -171,31 +171,31 @@ def plain(value: Any, secret: bool = False, values: Secrets | None = None) -> An
     if isinstance(value, str):
         return REDACTED if secret else redact(value, values)
     if isinstance(value, dict):
-        return _plain_dict(value, secret, values)
+        return _redacted_dict(value, secret, values)
     if isinstance(value, list | tuple | set):
-        return [plain(inner, secret, values) for inner in value]
+        return [redacted_json(inner, secret, values) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     if value is None or isinstance(value, bool | int | float):
         return value
     # `item` gives the numbers of numpy and torch as Python's.
     if hasattr(value, "item"):
-        return plain(value.item(), secret, values)
-    return plain(str(value), secret, values)
+        return redacted_json(value.item(), secret, values)
+    return redacted_json(str(value), secret, values)
 
 
-def _plain_dict(value: dict[Any, Any], secret: bool, values: Secrets) -> dict[str, Any]:
-    """Return a dictionary as `plain` returns values."""
+def _redacted_dict(value: dict[Any, Any], secret: bool, values: Secrets) -> dict[str, Any]:
+    """Return a dictionary as `redacted_json` returns values."""
     result: dict[str, Any] = {}
     for key, inner in value.items():
         name = redact(str(key), values)
         # Numbers stay whatever they are called: a metric may well be named loss_per_token.
-        plain_inner = plain(inner, secret or _is_secret_name(str(key)), values)
+        redacted_inner = redacted_json(inner, secret or _is_secret_name(str(key)), values)
         known = result.get(name)
-        if isinstance(plain_inner, int) and isinstance(known, int):
+        if isinstance(redacted_inner, int) and isinstance(known, int):
             # Counts by reason: two reasons that differ only in a secret are one.
-            plain_inner = known + plain_inner
-        result[name] = plain_inner
+            redacted_inner = known + redacted_inner
+        result[name] = redacted_inner
     return result
 
 

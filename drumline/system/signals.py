@@ -14,9 +14,9 @@ from types import FrameType
 from typing import Any, Self
 
 # The exit code after Ctrl-C, by the convention of shells.
-LEFT = 130
+EXIT_INTERRUPTED = 130
 # The exit code after a signal, which is also that of errors.Preempted.
-NOTHING_LOST = 75
+EXIT_TEMPFAIL = 75
 
 
 class Signals:
@@ -161,7 +161,7 @@ class Stoppable(Signals):
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.number and number == signal.SIGINT:
-            os._exit(NOTHING_LOST)
+            os._exit(EXIT_TEMPFAIL)
         if not self.number:
             self.number = number
             _kill_children()

@@ -19,7 +19,7 @@ from drumline.hardware.detect import Machine
 from drumline.launch.agent import Agent
 from drumline.launch.local import report_failure
 from drumline.launch.postmortem import RankEnd
-from drumline.system.files import PERIOD_SECONDS, following
+from drumline.system.files import PERIOD_SECONDS, follow_file
 from drumline.system.redact import redact
 from drumline.telemetry.events import Fault, RunEnd, read
 from drumline.telemetry.trackers import Callbacks
@@ -54,7 +54,7 @@ def test_who_follows_a_file_may_fail_to_show_it(tmp_path: Path) -> None:
         shown.set()
         raise BrokenPipeError
 
-    with following(tmp_path / "log", show), (tmp_path / "log").open("wb", buffering=0) as file:
+    with follow_file(tmp_path / "log", show), (tmp_path / "log").open("wb", buffering=0) as file:
         for piece in (b"one", b"two"):
             shown.clear()
             file.write(piece)

@@ -32,7 +32,7 @@ from drumline.launch.agent import Agent, Place
 from drumline.launch.lease import has_lease
 from drumline.launch.postmortem import RankEnd, log_lines
 from drumline.system.files import digest
-from drumline.system.network import CHOOSE, interface_to
+from drumline.system.network import INTERFACE_VARIABLES, interface_to
 from drumline.system.output import say
 from drumline.system.process import this_process, tied
 from drumline.system.signals import LauncherSignals
@@ -280,7 +280,7 @@ def set_environment(settings: Message) -> None:
     os.environ.update(settings["env"])
     interface = interface_to(settings["peers"], settings["interface"])
     if interface is not None:
-        for name in CHOOSE:
+        for name in INTERFACE_VARIABLES:
             os.environ.setdefault(name, interface)
 
 

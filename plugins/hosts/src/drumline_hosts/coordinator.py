@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from drumline.errors import EnvironmentFault
 from drumline.launch.environment import listen
 from drumline.launch.postmortem import RankEnd
-from drumline.system.network import handed_on
+from drumline.system.network import forwarded_variables
 from drumline.system.redact import withheld
 from drumline.system.signals import Interrupted, LauncherSignals
 from drumline.system.sockets import each_caller, stop_listening
@@ -182,7 +182,7 @@ class Hosts:
             "address": self.address,
             "port": self.place[1],
             "secret": self.secret,
-            "env": {**handed_on(os.environ), **withheld()},
+            "env": {**forwarded_variables(os.environ), **withheld()},
             "interface": self.interface,
             "peers": self.peers,
         }

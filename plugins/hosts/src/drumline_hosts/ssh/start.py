@@ -27,7 +27,7 @@ from drumline.plan.plan import Plan
 from drumline.system.files import create_whole
 from drumline.system.network import (
     addresses,
-    handed_on,
+    forwarded_variables,
     is_here,
     is_loopback,
     require_interface,
@@ -445,6 +445,6 @@ def submission(spec: SSHOptions, plan: Plan, plan_path: Path, resume: str | None
         lines.append(f"  {ranks}: {shlex.join(rank)}")
         first += count
     lines.append(f"ranks meet at {hosts.address}, port {spec.port or 'any free one'}")
-    for name, value in handed_on(os.environ).items():
+    for name, value in forwarded_variables(os.environ).items():
         lines.append(f"environment {redact(f'{name}={value}')}")
     return "".join(f"# {line}\n" for line in lines)
