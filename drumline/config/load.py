@@ -730,7 +730,9 @@ def refused(old: Config, new: Config, allow: tuple[str, ...]) -> tuple[str, list
         if before.get(key) == after.get(key) or allowed(key, tuple(free)):
             continue
         keys.append(key)
-        changes.append(f"{key} {plain(before.get(key))!r} → {plain(after.get(key))!r}")
+        changes.append(
+            f"{key} {redacted_json(before.get(key))!r} → {redacted_json(after.get(key))!r}"
+        )
     return "; ".join(changes), keys
 
 
