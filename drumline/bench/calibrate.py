@@ -47,7 +47,7 @@ from drumline.launch.agent import Agent
 from drumline.launch.environment import listen
 from drumline.launch.postmortem import root_cause
 from drumline.system.files import write_whole
-from drumline.system.process import tied
+from drumline.system.process import tied_arguments
 from drumline.system.signals import LauncherSignals
 from drumline.telemetry.traffic import CommunicatedBytes
 from drumline.train.failure import exit_on_error, record_failure
@@ -246,7 +246,7 @@ def _measure_by_ranks(machine: Machine, ranks: int, quick: bool, folder: Path) -
         task_file.write_text(json.dumps(asdict(task)))
         # All cores, whatever the shell says.
         os.environ["OMP_NUM_THREADS"] = str(max(1, machine.cores // ranks))
-        command = tied("drumline.bench.calibrate", str(task_file))
+        command = tied_arguments("drumline.bench.calibrate", str(task_file))
         agent = Agent(command, ranks, listen(None), Path(work, "logs"), signals, grace=5.0)
         ends = agent.attempt()
         if signals.number:

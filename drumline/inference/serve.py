@@ -15,7 +15,7 @@ from drumline.errors import EnvironmentFault, ModelError
 from drumline.launch.environment import listen
 from drumline.models.export import find_or_export, plan_of
 from drumline.report.bars import bars
-from drumline.system.process import Process, start_command, tied, wait_for_exit
+from drumline.system.process import Process, start_command, tied_arguments, wait_for_exit
 from drumline.system.signals import CtrlC
 
 # Seconds that the server has to end.
@@ -60,7 +60,7 @@ def serve(run: Path, host: str, port: int, trust: bool) -> int:
     )
     if host not in LOOPBACK:
         print(f"note: whoever reaches {host} may use it", file=sys.stderr)
-    command = [sys.executable, *tied(module, "serve", folder, *options)]
+    command = [sys.executable, *tied_arguments(module, "serve", folder, *options)]
     return _wait_for(start_command(command, server_environment(os.environ)))
 
 

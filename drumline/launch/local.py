@@ -31,7 +31,7 @@ from drumline.plan.out_of_memory import OnOutOfMemory
 from drumline.plan.plan import Plan
 from drumline.system.files import is_own_checkpoint, numbered_entries
 from drumline.system.output import say
-from drumline.system.process import tied
+from drumline.system.process import tied_arguments
 from drumline.system.signals import LauncherSignals
 from drumline.telemetry.events import (
     Emit,
@@ -119,7 +119,7 @@ class LocalRanks:
         listener = listen(self.port)
         from drumline.launch.agent import Agent
 
-        command = tied(*rank_command)
+        command = tied_arguments(*rank_command)
         agent = Agent(command, self.nproc, listener, logs, signals, self.grace, self.early)
         return agent.attempt()
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from drumline.system.process import named, this_process
+from drumline.system.process import process_named, this_process
 
 T = TypeVar("T")
 UNFINISHED = ".tmp-"
@@ -150,7 +150,7 @@ def _is_left_over(folder: Path) -> bool:
     match = OURS.fullmatch(folder.name)
     if match is None:
         return False
-    owner = named(match[1])
+    owner = process_named(match[1])
     is_alive = None if owner is None else owner.alive()
     if is_alive is not None:
         return not is_alive

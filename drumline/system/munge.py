@@ -24,7 +24,7 @@ def seal(text: str) -> str | None:
 
     They may run on any host with the same key of munge.
     """
-    code, credential = _run("munge", f"--restrict-uid={os.getuid()}", question=text)
+    code, credential = _run("munge", f"--restrict-uid={os.getuid()}", stdin=text)
     return credential.strip() if code == 0 else None
 
 
@@ -33,7 +33,7 @@ def unseal(credential: str) -> str | None:
 
     None if there is no munge, and for anything else.
     """
-    code, shown = _run("unmunge", "--numeric", "--keys=UID", question=credential)
+    code, shown = _run("unmunge", "--numeric", "--keys=UID", stdin=credential)
     match = re.fullmatch(r"UID:\s*(\d+)\s+(\S+)\s*", shown)
     if code not in SHOWN or match is None:
         return None
@@ -42,10 +42,10 @@ def unseal(credential: str) -> str | None:
     return match[2]
 
 
-def _run(*command: str, question: str) -> tuple[int | None, str]:
+def _run(*command: str, stdin: str) -> tuple[int | None, str]:
     """Return exit code and standard output of a command; no code if there is no such command."""
     try:
-        code, out, _ = run_command(command, question, SECONDS)
+        code, out, _ = run_command(command, stdin, SECONDS)
     except OSError:
         return None, ""
     return code, out

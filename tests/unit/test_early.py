@@ -35,7 +35,7 @@ LAUNCHER = """
 import json, os, signal, sys, types
 sys.modules["drumline.train.preload"] = types.ModuleType("preload")
 from drumline.config.config import Config
-from drumline.system.process import tied
+from drumline.system.process import tied_arguments
 from drumline.launch import early
 from drumline.launch.early import EarlyRanks
 signal.signal(signal.SIGTERM, lambda *more: None)
@@ -55,7 +55,7 @@ children = [early.pid for early in ranks.waiting]
 
 def take(threads):
     with open(folder + "/out", "w") as out, open(folder + "/err", "w") as err:
-        command = [sys.executable, *tied(folder + "/rank.py", "plan.json")]
+        command = [sys.executable, *tied_arguments(folder + "/rank.py", "plan.json")]
         env = {"RANK": "7", "OMP_NUM_THREADS": threads, "PATH": os.environ["PATH"]}
         return ranks.start_rank(lambda **options: "usual", command, env=env, stdout=out, stderr=err, start_new_session=True)
 

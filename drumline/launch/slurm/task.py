@@ -19,7 +19,7 @@ from types import FrameType
 from drumline.hardware.detect import Groups, usable_cores
 from drumline.launch.tasks import task_variables
 from drumline.system.files import write_whole
-from drumline.system.process import Process, start_command, tied
+from drumline.system.process import Process, start_command, tied_arguments
 
 
 def main(logs: Path, module: str, *arguments: str) -> int:
@@ -44,7 +44,7 @@ def main(logs: Path, module: str, *arguments: str) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, forward_signal)
     # The rank is in a session of its own, so it gets a signal to the task's group only once.
-    process = start_command([sys.executable, *tied(module, *arguments)], env)
+    process = start_command([sys.executable, *tied_arguments(module, *arguments)], env)
     if early_signal:
         process.send_signal(early_signal)
     code = process.wait()

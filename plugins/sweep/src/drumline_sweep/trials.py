@@ -22,7 +22,7 @@ from drumline.errors import EnvironmentFault, UserError
 from drumline.launch import runs
 from drumline.launch.slurm import queue
 from drumline.system.files import remove
-from drumline.system.process import Process, start_command, tied
+from drumline.system.process import Process, start_command, tied_arguments
 from drumline.system.signals import EXIT_TEMPFAIL, LauncherSignals
 from drumline.telemetry.events import Eval, Event, RunEnd, Step, read, series
 from drumline_sweep.axes import Point, overrides_of
@@ -144,7 +144,7 @@ class Trials:
         environment = {**os.environ, "NO_COLOR": "1"}
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self._visible_gpus(environment, place)
-        command = [sys.executable, *tied("drumline", "train", *arguments)]
+        command = [sys.executable, *tied_arguments("drumline", "train", *arguments)]
         file = log.open("w", encoding="utf-8")
         return Running(trial, start_command(command, environment, file), file, self.slurm)
 

@@ -33,7 +33,7 @@ from drumline.system.network import (
     require_interface,
     source_address,
 )
-from drumline.system.process import Helper, run_command, tied, wait_for_exit
+from drumline.system.process import Helper, run_command, tied_arguments, wait_for_exit
 from drumline.system.redact import redact
 from drumline.telemetry.events import Save, Step
 from drumline_hosts.coordinator import AGENT, Hosts
@@ -130,7 +130,7 @@ class SSH:
 
 def local_command(spec: SSHOptions) -> list[str]:
     """Return the command of this host's agent, which dies with the launcher."""
-    return [spec.python or sys.executable, *tied(AGENT)]
+    return [spec.python or sys.executable, *tied_arguments(AGENT)]
 
 
 def ssh_command(spec: SSHOptions, name: str, module: str = AGENT) -> list[str]:
