@@ -30,7 +30,7 @@ from drumline.system.network import (
     is_loopback,
 )
 from drumline.system.process import SECRET_ON_STDIN
-from drumline.system.sockets import for_store
+from drumline.system.sockets import detach_for_store
 from drumline.vendor.torch import abort_process_group
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -178,7 +178,7 @@ def _listen_on_loopback(host: str, port: int, world_size: int) -> dist.TCPStore:
         True,
         CONNECT,
         False,
-        master_listen_fd=for_store(listener),
+        master_listen_fd=detach_for_store(listener),
         use_libuv=False,
     )
 

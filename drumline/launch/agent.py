@@ -47,7 +47,7 @@ from drumline.launch.watch import Watch
 from drumline.system.output import say
 from drumline.system.process import PIPE, SECRET_ON_STDIN, is_suspended, wait_for_exit
 from drumline.system.signals import LauncherSignals
-from drumline.system.sockets import for_store
+from drumline.system.sockets import detach_for_store
 
 # The agent would report each start and failure as well; the launcher reports it once.
 logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -87,7 +87,7 @@ def open_store(listener: socket.socket) -> TCPStore:
         port,
         is_master=True,
         wait_for_workers=False,
-        master_listen_fd=for_store(listener),
+        master_listen_fd=detach_for_store(listener),
         use_libuv=False,
     )
 

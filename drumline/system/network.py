@@ -1,6 +1,6 @@
-"""Names, addresses and interfaces of hosts.
+"""Names, addresses and network interfaces of hosts, and the variables by which they are chosen.
 
-Also the variables by which gloo and NCCL choose among interfaces. No torch here.
+The variables are those of gloo and NCCL. No torch here.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Mapping
 from drumline.errors import EnvironmentFault
 from drumline.system.redact import redact
 
-# Beginnings of the names of variables that all ranks get from the user.
+# Prefixes of the user's variables that the launcher forwards to all ranks.
 FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS")
 # Variables that choose the network's interface.
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-# The port in a question for the route to a host. Nothing is sent there.
+# A port to ask the kernel for the route to a host. Nothing is sent there.
 ANY_PORT = 9
 # Characters of a variable's value that are shown at most.
 MOST_SHOWN = 60
-# Seconds that a collective may take if `launch.timeout_seconds` is not set: until the first step,
+# Limits of a collective in seconds if `launch.timeout_seconds` is not set: until the first step,
 # and in a step (both as in torchtitan).
 START_SECONDS = 300.0
 STEP_SECONDS = 100.0
-# The same if one rank may work for long before it joins: evaluations, saves, rollouts, compiling.
+# The limit if one rank may work for long before it joins: evaluations, saves, rollouts, compiling.
 LONG_SECONDS = 600.0
 
 
@@ -137,12 +137,16 @@ def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def explain_environment(
     environment: Mapping[str, str], timeout_seconds: float | None, interface: str | None
 ) -> list[str]:
-    """Return lines that explain the plan: variables that all ranks get, and contradictions to it."""
+    """Return lines of the plan's explanation: variables that all ranks get, and contradictions."""
     lines = []
     variables = forwarded_variables(environment)
     if variables:
-        shown = " ".join(f"{name}={value[:MOST_SHOWN]}" for name, value in variables.items())
-        lines.append(f"environment {redact(shown)}: handed on to all ranks")
+        shown = []
+        for name, value in variables.items():
+            # Redacted before it is cut: a part of a secret would not be recognised.
+            assignment = redact(f"{name}={value}")
+            shown.append(assignment[: len(name) + 1 + MOST_SHOWN])
+        lines.append(f"environment {' '.join(shown)}: handed on to all ranks")
     for contradiction in _contradictions(environment, timeout_seconds, interface):
         lines.append(f"environment {redact(contradiction)}")
     return lines

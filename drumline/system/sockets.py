@@ -1,4 +1,4 @@
-"""Sockets that listen, which strangers can reach, too. No torch here."""
+"""Sockets that listen for other ranks and hosts, and that strangers on the network reach, too."""
 
 from __future__ import annotations
 
@@ -87,14 +87,17 @@ def wait_at_most(
 ) -> None:
     """Let each read and write of a socket fail after some seconds; 0: they wait for ever.
 
-    It also holds for reads and writes by the socket's descriptor, and for the callers of a
-    listener.
+    It also holds for reads and writes by the socket's descriptor, and for the connections that a
+    listener accepts. `directions`: options of a socket, for reads and for writes.
     """
+    whole_seconds, microseconds = divmod(round(1e6 * seconds), 1_000_000)
+    # The kernel's timeval.
+    limit = struct.pack("@ll", whole_seconds, microseconds)
     for direction in directions:
-        ends.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", int(seconds), 0))
+        ends.setsockopt(socket.SOL_SOCKET, direction, limit)
 
 
-def for_store(listener: socket.socket) -> int:
+def detach_for_store(listener: socket.socket) -> int:
     """Return the descriptor of a listener for torch's store; the socket object lets go of it.
 
     The store reads from all callers in one thread. Without the limit that is set here, a caller
