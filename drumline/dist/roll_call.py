@@ -27,7 +27,7 @@ class RollCall:
         # Questions and answers that this rank has seen.
         self.calls_seen = 0
         self.answers_seen = 0
-        heartbeat.answer_hosts(self.ask, self.listen)
+        heartbeat.register_host_answers(self.ask, self.listen)
 
     def ask(self, step: int) -> bool:
         """Return whether another rank answered the last question, and ask again.

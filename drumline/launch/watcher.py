@@ -135,7 +135,7 @@ def _running(
     for rank in range(world_size):
         if rank in known:
             continue
-        pid = board.ints[rank * heartbeat.SLOT + heartbeat.PID]
+        pid = board.ints[rank * heartbeat.RANK_WORDS + heartbeat.PID]
         if pid:
             known[rank] = process(pid)
     return {rank: each.pid for rank, each in known.items() if each.alive() is not False}
