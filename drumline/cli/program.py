@@ -13,7 +13,7 @@ from drumline.cli import data, diagnose, look, plan, runs, share, train, usage
 from drumline.cli.group import Group
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
 from drumline.foreign import first_line
-from drumline.system.output import let_go_of_output, lossy, say
+from drumline.system.output import flush_or_drop_output, lossy, say
 from drumline.system.redact import redact
 from drumline.version import __version__
 
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
         with lossy():
             _main(sys.argv[1:] if arguments is None else arguments)
     finally:
-        let_go_of_output()
+        flush_or_drop_output()
 
 
 def _main(given: list[str]) -> None:

@@ -21,7 +21,7 @@ from drumline.launch import lease
 from drumline.launch.slurm import queue
 from drumline.launch.submitted import notes, read_note, submitted_run
 from drumline.system.files import numbered_entries
-from drumline.system.output import nobody_reads
+from drumline.system.output import has_lost_reader
 from drumline.system.redact import redact
 from drumline.system.signals import EXIT_INTERRUPTED, LauncherSignals
 from drumline.telemetry.events import (
@@ -242,7 +242,7 @@ def _print_log(path: Path, label: str) -> bool:
     with open_plain(path, UserError) as file:
         for line in io.TextIOWrapper(file, encoding="utf-8", errors="replace"):
             print(f"{label}{printable(redact(line.rstrip()))}")
-            if nobody_reads():
+            if has_lost_reader():
                 return False
     return True
 

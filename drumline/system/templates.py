@@ -1,7 +1,7 @@
 """Render the Jinja2 templates that lie beside the package's modules.
 
-A template is named by its path in the package. One that names a value that it was not given is an
-error, never an empty text.
+A template is named by its path in the package. A value that it uses and was not given raises an
+error, and is never an empty text.
 """
 
 from __future__ import annotations

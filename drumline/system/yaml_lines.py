@@ -1,4 +1,4 @@
-"""Reads YAML safely, and notes the line of every key, so that an error can say where."""
+"""Read YAML safely, and note the line of every key, so that an error can name it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from drumline.foreign import MOST_DEPTH, MOST_WHOLE, text_mistake
 # Keys and list positions from the top, as they are written: ("data", "train", "0", "path").
 Place = tuple[str, ...]
 
-# Values of a YAML at most. A config of a hundred lines has a few hundred, but aliases of aliases
+# The most values of a YAML. A config of a hundred lines has a few hundred, but aliases of aliases
 # can unfold to billions.
 MOST_VALUES = 100_000
-# A longer number is too large without being converted: 64 bits take at most 66 characters.
+# A longer number is refused before it is converted: 64 bits take at most 66 characters.
 MOST_DIGITS = 80
 
 
@@ -85,7 +85,7 @@ _set_up_types()
 
 
 def write_yaml(values: dict[str, Any]) -> str:
-    """Return YAML that `read_yaml` reads back as it was, with keys in their own order."""
+    """Return a YAML text that `read_yaml` reads back as the same values, with keys in order."""
     return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
