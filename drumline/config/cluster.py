@@ -175,7 +175,7 @@ class ClusterConfig(Section):
     def _known(cls, device: str | None, info: ValidationInfo) -> str | None:
         """Refuse a device that is neither in the catalog nor in `devices`."""
         own = info.data.get("devices", {})
-        if device is None or device in own or catalog.plain(device) == catalog.CPU:
+        if device is None or device in own or catalog.normalise_name(device) == catalog.CPU:
             return device
         if catalog.device(device) is not None:
             return device
@@ -284,7 +284,7 @@ def _no_link(name: str, own: list[str]) -> str:
 
 def _unknown(what: str, name: str, known: list[str], besides: str = "") -> str:
     """Return the message for a name that is neither in the catalog nor in the section."""
-    similar = catalog.nearest(name, known)
+    similar = catalog.similar_names(name, known)
     if similar:
         fix = f"did you mean {' or '.join(similar)}?"
     else:

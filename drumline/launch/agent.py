@@ -241,7 +241,7 @@ class Agent(LocalElasticAgent):
         # own.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
         groups = Groups.of_this_process()
-        kills = groups.oom_kills()
+        kills = groups.oom_kill_count()
         try:
             self.run()
         finally:
@@ -249,7 +249,7 @@ class Agent(LocalElasticAgent):
             self.meeting.shutdown()
             self.watch.close()
         # The kernel's counts before and after tell whether it killed a process for lack of memory.
-        seen = (kills, groups.oom_kills())
+        seen = (kills, groups.oom_kill_count())
         return [self._end(rank, code, seen) for rank, code in sorted(self._exitcodes().items())]
 
     def kill(self) -> None:

@@ -16,7 +16,7 @@ from drumline.hardware.cluster import (
     DeviceSpec,
     Link,
     calibration_for,
-    hardware,
+    hardware_name,
     is_processor,
     read_calibration,
 )
@@ -122,7 +122,7 @@ def _host_with_device(
         return here
     # A name such as "a100" stands for several devices of the catalog.
     notes: tuple[str, ...] = ()
-    taken = catalog.AMBIGUOUS.get(catalog.plain(described.device or ""))
+    taken = catalog.AMBIGUOUS.get(catalog.normalise_name(described.device or ""))
     if taken is not None and not is_own:
         notes = (f"cluster.device {described.device}: taken for {taken}",)
     inter = described.link(catalog.OTHER_NETWORK)
@@ -183,7 +183,7 @@ def _named_calibration(
         return _NamedCalibration(None, (note,))
     if is_of_processor:
         # The name `cpu` in a YAML names no model, so any processor is the same.
-        is_same = described.device is not None or named.hardware == hardware(machine)
+        is_same = described.device is not None or named.hardware == hardware_name(machine)
         user = "this machine"
     else:
         known = catalog.by_driver(named.hardware, device.memory_bytes)

@@ -13,7 +13,7 @@ from drumline.bench.calibrate import write
 from drumline.config.load import load_text, schema
 from drumline.errors import ConfigError
 from drumline.hardware import catalog
-from drumline.hardware.cluster import Calibration, Cluster, Collective, Measured, Product
+from drumline.hardware.cluster import Calibration, Cluster, Collective, CostLine, Product
 from drumline.hardware.detect import Device, Machine
 from drumline.planner.cluster import cluster_of, cluster_of_machine, with_nodes
 from tests.harness import ROOT
@@ -377,7 +377,7 @@ def test_copies_to_the_host_and_the_disk() -> None:
         and gpu.host_seconds("to_device", 0) == 0
     )
     assert gpu.disk_seconds("write", 3.5e9) == 1 and said("2xcpu").host_seconds("to_host", 1e9) == 0
-    measured = Calibration(host={"to_host": Measured(0.5, 1e9)}, disk={"read": Measured(0.25, 1e9)})
+    measured = Calibration(host={"to_host": CostLine(0.5, 1e9)}, disk={"read": CostLine(0.25, 1e9)})
     known = replace(gpu, calibration=measured)
     assert (known.host_seconds("to_host", 1e9), known.disk_seconds("read", 1e9)) == (1.5, 1.25)
 
@@ -400,9 +400,9 @@ def test_what_was_measured_goes_before_the_datasheet() -> None:
         matmul={"fp32": 7e10},
         products={"fp32": (Product(16, 64, 64, 1e10), Product(4096, 1024, 1024, 7e10))},
         collectives={
-            ("all_reduce", 2): Measured(1e-3, 1e9),
-            ("all_reduce", 8): Measured(2e-3, 0.5e9),
-            ("all_gather", 2): Measured(0, 1e8),
+            ("all_reduce", 2): CostLine(1e-3, 1e9),
+            ("all_reduce", 8): CostLine(2e-3, 0.5e9),
+            ("all_gather", 2): CostLine(0, 1e8),
         },
     )
     cluster = cluster_of_machine(LAPTOP, 8, measured)

@@ -17,7 +17,7 @@ import pytest
 
 from drumline.config.config import Config
 from drumline.errors import PlanError
-from drumline.hardware.detect import HIDING
+from drumline.hardware.detect import VISIBILITY_VARIABLES
 from drumline.launch.early import EarlyRanks
 from drumline.train import entry
 from drumline.vendor.transformers import import_without_torchao
@@ -135,12 +135,12 @@ def test_there_are_none_where_what_was_imported_has_asked_cuda(
 
 
 def test_a_rank_on_the_processor_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in HIDING:
+    for name in VISIBILITY_VARIABLES:
         monkeypatch.setenv(name, "0")
     seen = {}
 
     def note_what_is_visible(plan: Any, resume: str | None) -> None:
-        seen[plan.device] = [os.environ[name] for name in HIDING]
+        seen[plan.device] = [os.environ[name] for name in VISIBILITY_VARIABLES]
 
     for device in ("cuda", "cpu"):
         plan = SimpleNamespace(device=device)

@@ -31,7 +31,7 @@ def main(logs: Path, module: str, *arguments: str) -> int:
     )
     env |= {"TORCHELASTIC_ERROR_FILE": str(logs / f"rank-{rank}.json"), "OMP_NUM_THREADS": threads}
     groups = Groups.of_this_process()
-    kills = groups.oom_kills()
+    kills = groups.oom_kill_count()
     process: Process | None = None
     early_signal = 0  # number of a signal that came before the rank had started
 
@@ -53,7 +53,7 @@ def main(logs: Path, module: str, *arguments: str) -> int:
         "exitcode": code,
         "host": host,
         "time": time.time(),
-        "kills": [kills, groups.oom_kills()],
+        "kills": [kills, groups.oom_kill_count()],
     }
     write_whole(logs / f"rank-{rank}.end", json.dumps(noted))
     return code if code >= 0 else 128 - code
