@@ -142,17 +142,17 @@ def evaluate(
         if not tasks and not generate:
             # Before the imports below: the ranks are forks of this process and share them.
             early = stack.enter_context(_early_ranks(config, all_overrides))
-        from drumline.inference import evaluate as inference
+        from drumline.inference import evaluate as evaluation
 
-        place = stack.enter_context(inference.fetch_checkpoint(checkpoint, config, all_overrides))
+        place = stack.enter_context(evaluation.fetch_checkpoint(checkpoint, config, all_overrides))
         if tasks:
-            code = inference.score_with_lm_eval(
+            code = evaluation.score_with_lm_eval(
                 config, all_overrides, place, tasks, limit, include_path
             )
         elif generate:
-            code = inference.answers(config, all_overrides, place, generate)
+            code = evaluation.answer_held_out_prompts(config, all_overrides, place, generate)
         else:
-            code = inference.evaluate(config, all_overrides, place, early)
+            code = evaluation.evaluate(config, all_overrides, place, early)
         raise typer.Exit(code)
 
 

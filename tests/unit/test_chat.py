@@ -21,7 +21,7 @@ from drumline.config.config import LoRAConfig
 from drumline.config.model import ModelConfig
 from drumline.errors import CheckpointError, DataError, ModelError, UserError
 from drumline.inference import model as inference_model
-from drumline.inference.evaluate import HeldOutPrompt, complete_prompts, drop_full_prompts
+from drumline.inference.evaluate import HeldOutPrompt, complete_prompts, drop_too_long_prompts
 from drumline.inference.model import (
     CONTROLS,
     Conversation,
@@ -88,13 +88,13 @@ def test_a_prompt_without_room_is_passed_over_with_a_note(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     questions = [HeldOutPrompt([1] * size, "") for size in (3, 8, 9, 7)]
-    assert [len(question.tokens) for question in drop_full_prompts(questions, 8)] == [3, 7]
+    assert [len(question.tokens) for question in drop_too_long_prompts(questions, 8)] == [3, 7]
     assert (
         "note: 2 of 4 held-out prompts leave no room for an answer within data.max_length 8"
         in capsys.readouterr().err
     )
     with pytest.raises(DataError, match="2 of 2 held-out prompts leave no room"):
-        drop_full_prompts(questions[1:3], 8)
+        drop_too_long_prompts(questions[1:3], 8)
 
 
 def turn(role: str, text: str) -> str:
