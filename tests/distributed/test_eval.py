@@ -149,7 +149,7 @@ def test_bad_input(config: Path, run: Path) -> None:
 
 
 def test_ranks_that_measure_nothing_leave_their_logs(
-    config: Path, before: Results, monkeypatch: pytest.MonkeyPatch
+    config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluation, "launch", lambda *_, **__: 0)
     with pytest.raises(DrumlineError, match="ended without a metric") as error:
