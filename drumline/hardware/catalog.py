@@ -503,7 +503,7 @@ def normalise_name(name: str) -> str:
     return re.sub(r"-+", "-", short_memory).strip("-")
 
 
-def device(name: str) -> DeviceSpec | None:
+def find_device(name: str) -> DeviceSpec | None:
     """Return a device of the catalog by what people call it; None if it is not there.
 
     A CPU is not there, because its rates depend on the machine.
@@ -537,7 +537,7 @@ def usual_network(intra: str, per_node: int) -> tuple[str, str]:
     return OTHER_NETWORK, "a choice: one card of a usual server"
 
 
-def link(name: str) -> Link | None:
+def find_link(name: str) -> Link | None:
     """Return a link of the catalog by its name, or a network by its rate; None for any other name.
 
     A rate is 100Gb, 8x400Gb (cards of one host) or 200GbE; InfiniBand is written like Ethernet.
@@ -601,7 +601,7 @@ DRIVERS = (
 NOT_DEVICES = {"MIG", "Laptop", "Ti", "D", "Max"}
 
 
-def by_driver(device_name: str, memory_bytes: int | None = None) -> DeviceSpec | None:
+def find_by_driver_name(device_name: str, memory_bytes: int | None = None) -> DeviceSpec | None:
     """Return the catalog's device for the name that its driver gives; None for an unknown one.
 
     If the catalog has several sizes of it, the one nearest in memory is returned; without
@@ -630,7 +630,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
     `device_name`: as the driver gives it, or as the catalog has it.
     """
-    spec = by_driver(device_name) or DEVICES.get(device_name)
+    spec = find_by_driver_name(device_name) or DEVICES.get(device_name)
     if spec is None:
         return None
     return spec.flops.get(precision)

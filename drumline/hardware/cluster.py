@@ -153,7 +153,7 @@ class Calibration:
         latency = line.latency * max(1.0, processes / self.ranks)
         return CostLine(latency, line.bandwidth * self.ranks / processes)
 
-    def shared(self, processes: int) -> Calibration:
+    def share_among(self, processes: int) -> Calibration:
         """Return the rates of one of `processes` processes that share a processor.
 
         The processor was measured as a whole, except for `operators`.
@@ -219,7 +219,7 @@ class Link:
     per_peer: float | None = None
     source: str = ""
 
-    def reached(self, ranks: int) -> float:
+    def collective_rate(self, ranks: int) -> float:
         """Return the bytes/s that a rank sends in a collective of `ranks` on this link alone."""
         limit = self.bandwidth
         if self.per_peer is not None:
@@ -333,11 +333,11 @@ class Cluster:
         if on_host >= ranks:
             return self._seconds_on_one_host(kind, volume, ranks)
         leaving = self._bytes_through_uplink(kind, volume, ranks, on_host, self.per_node)
-        across = leaving / self.inter.reached(ranks)
+        across = leaving / self.inter.collective_rate(ranks)
         if self.pod is not None and self.oversubscription > 1:
             devices = self.pod * self.per_node
             in_pod = min(ranks, devices if per_pod is None else per_pod)
-            uplinks = self.pod * self.inter.reached(ranks) / self.oversubscription
+            uplinks = self.pod * self.inter.collective_rate(ranks) / self.oversubscription
             across = max(
                 across, self._bytes_through_uplink(kind, volume, ranks, in_pod, devices) / uplinks
             )
@@ -356,7 +356,7 @@ class Cluster:
         if line is not None:
             return line.seconds(volume)
         latency = ring_steps(kind, ranks) * self.intra.latency
-        return BASE_LATENCY + latency + volume / self.intra.reached(ranks)
+        return BASE_LATENCY + latency + volume / self.intra.collective_rate(ranks)
 
     def _bandwidth_within(self, kind: Collective, ranks: int) -> float:
         """Return the bytes/s that each of `ranks` on one host sends.
@@ -366,7 +366,7 @@ class Cluster:
         measured = self.calibration.line(kind, ranks)
         if measured is not None:
             return measured.bandwidth
-        return self.intra.reached(ranks)
+        return self.intra.collective_rate(ranks)
 
     @staticmethod
     def _bytes_through_uplink(

@@ -79,7 +79,7 @@ def model_card(run_dir: Path, plan: Plan, folder: Path, to: str, adapter: bool) 
         sources=_sources(config),
         counts=_counts(plan.data),
         notes=_notes(plan),
-        measured=_measured(events, origin.get("step")),
+        measured=_describe_measurements(events, origin.get("step")),
         file=f"{run_name}.yaml",
         config=write_yaml(changed_keys),
         strategy=strategy_name(plan),
@@ -202,7 +202,7 @@ class MeasuredText:
     cost: str | None
 
 
-def _measured(events: list[Event], exported: Any) -> MeasuredText:
+def _describe_measurements(events: list[Event], exported: Any) -> MeasuredText:
     """Return held-out metrics of the first evaluation and of the exported step, and the run's cost.
 
     Args:

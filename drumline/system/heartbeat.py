@@ -303,7 +303,7 @@ class Heart:
         else:
             self.beat(self.interrupted_phase)
 
-    def at_work(self) -> int | None:
+    def step_unless_hung(self) -> int | None:
         """Return the step of this rank; None if its phase takes longer than it may."""
         spent = time.monotonic() - self.floats[self.at + SINCE]
         if spent > self.board.limit(self.place, [self.place]):
@@ -436,7 +436,7 @@ def register_host_answers(find: Callable[[int], Any], listen: Callable[[int | No
     if heart is None:
         return
     heart.answers["elsewhere"] = lambda: find(heart.ints[heart.at + STEP])
-    heart.listen = lambda: listen(heart.at_work())
+    heart.listen = lambda: listen(heart.step_unless_hung())
 
 
 def position() -> int:

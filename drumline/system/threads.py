@@ -10,7 +10,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def on_this_gpu(work: Callable[P, T]) -> Callable[P, T]:
+def bind_to_gpu(work: Callable[P, T]) -> Callable[P, T]:
     """Return a function that calls `work` on the GPU that is current now, from any thread.
 
     A new thread would begin on GPU 0. If this process uses no GPU, `work` itself is returned.

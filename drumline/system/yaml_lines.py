@@ -102,7 +102,7 @@ def read_yaml(text: str, name: str) -> tuple[Any, dict[Place, int]]:
         if node is None:
             return None, lines
         _Walk(lines, name).visit(node, ())
-        return _unshared(loader.construct_document(node)), lines
+        return _copy_unshared_parts(loader.construct_document(node)), lines
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         what = f"character {chr(error.character)!r} may not stand in it"
@@ -133,12 +133,12 @@ def _unreadable(problem: str, where: str, fix: str) -> ConfigError:
     return ConfigError(f"not readable as YAML: {problem}", where=where, fix=fix)
 
 
-def _unshared(value: Any) -> Any:
+def _copy_unshared_parts(value: Any) -> Any:
     """Return a copy in which no dictionary or list stands at two places."""
     if isinstance(value, dict):
-        return {key: _unshared(inner) for key, inner in value.items()}
+        return {key: _copy_unshared_parts(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_unshared(inner) for inner in value]
+        return [_copy_unshared_parts(inner) for inner in value]
     return value
 
 

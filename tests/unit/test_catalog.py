@@ -148,7 +148,7 @@ def test_an_impossible_cluster_is_one_line(text: str) -> None:
 
 def test_every_device_of_the_catalog_is_whole() -> None:
     for name, spec in catalog.DEVICES.items():
-        assert catalog.device(name) is spec and spec.source and spec.name == name
+        assert catalog.find_device(name) is spec and spec.source and spec.name == name
         assert (
             spec.flops["fp16"] > spec.flops["fp32"] > 1e12
             and spec.bandwidth > 1e11
@@ -174,7 +174,7 @@ def test_every_device_of_the_catalog_is_whole() -> None:
     ],
 )
 def test_links_by_name(name: str, gb_s: float) -> None:
-    link = catalog.link(name)
+    link = catalog.find_link(name)
     assert link is not None and link.bandwidth == pytest.approx(gb_s * 1e9)
 
 
@@ -423,10 +423,10 @@ def test_what_was_measured_goes_before_the_datasheet() -> None:
     assert said("4xh100", LAPTOP, 1, measured).calibration == Calibration()
     assert said(
         "{device: cpu, per_node: 2, nodes: 2}", LAPTOP, 1, measured
-    ).calibration == measured.shared(2)
+    ).calibration == measured.share_among(2)
     assert said(
         "{device: cpu, per_node: 2, intra: 10Gb}", LAPTOP, 1, measured
-    ).calibration == replace(measured.shared(2), collectives={})
+    ).calibration == replace(measured.share_among(2), collectives={})
 
 
 def test_the_page_s_examples_are_clusters() -> None:
