@@ -29,7 +29,7 @@ from drumline.launch.postmortem import RankEnd
 from drumline.system.network import forwarded_variables
 from drumline.system.redact import withheld
 from drumline.system.signals import Interrupted, LauncherSignals
-from drumline.system.sockets import each_caller, stop_listening
+from drumline.system.sockets import serve_callers, stop_listening
 from drumline_hosts.link import Link, Message, answer
 from drumline_hosts.timing import (
     AGAIN_SECONDS,
@@ -188,7 +188,7 @@ class Hosts:
         }
 
     def _accept(self) -> None:
-        each_caller(
+        serve_callers(
             self._listener, lambda connected: answer(connected, self.secret), self._listen_to_agent
         )
 
