@@ -306,13 +306,13 @@ class CoreSeconds:
 def drumline(bench: dict[str, Any], work: Path) -> None:
     """What `drumline train` does, of a plan that saves nothing."""
     from drumline.launch.early import EarlyRanks
-    from drumline.system.process import uncollected
+    from drumline.system.process import pause_garbage_collection
     from drumline.train.command import request_maker
 
     run_dir = work / bench["run"]
     request = request_maker(work / "bench.yaml", [f"run.dir={run_dir}"], None, (), None)()
     with EarlyRanks(request.loaded.config) as early:
-        with uncollected():
+        with pause_garbage_collection():
             from drumline.launch.local import LocalRanks, launch
             from drumline.train.setup import claim_run_dir, make_plan
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from drumline.hardware.cluster import Measured, Product, line_through, nearest
+from drumline.hardware.cluster import CostLine, Product, line_through, nearest_product
 
 # (tokens, width) of the blocks that are timed. In the smallest, products take next to no time, so its
 # seconds are those in which the host starts kernels.
@@ -30,7 +30,7 @@ def besides_products(
     products: Mapping[str, Sequence[Product]],
     dtypes: Mapping[str, torch.dtype],
     measure: Callable[[Callable[[], Any]], float],
-) -> dict[str, tuple[Measured, Measured]]:
+) -> dict[str, tuple[CostLine, CostLine]]:
     """Return precision → latency and bandwidth of a block besides its products, (forward, backward).
 
     The bandwidth is in bytes of the block's hidden states.
@@ -54,7 +54,7 @@ def besides_products(
             forward, both = _time_block(device, precision, dtype, (rows, width), measure)
             # Attention is causal: it computes half of all pairs of tokens.
             flop = 2.0 * rows * (MATRICES * width * width + rows * width)
-            product = nearest(products[precision], rows, width)
+            product = nearest_product(products[precision], rows, width)
             spent = flop / product.rate
             bytes_ = rows * width * entry_bytes
             forward_rest = max(forward - spent, LEAST_SECONDS)

@@ -34,20 +34,20 @@ from drumline.errors import EnvironmentFault, Preempted, UserError, WorkerFailed
 from drumline.foreign import disk_errors
 from drumline.hardware.cluster import (
     Calibration,
-    Measured,
+    CostLine,
     Product,
     calibration_path,
-    hardware,
+    hardware_name,
     line_through,
     read_calibration,
-    software,
+    software_name,
 )
 from drumline.hardware.detect import Machine, cache_dir, detect, free_bytes
 from drumline.launch.agent import Agent
 from drumline.launch.environment import listen
 from drumline.launch.postmortem import root_cause
 from drumline.system.files import write_whole
-from drumline.system.process import tied
+from drumline.system.process import tied_arguments
 from drumline.system.signals import LauncherSignals
 from drumline.telemetry.traffic import CommunicatedBytes
 from drumline.train.failure import exit_on_error, record_failure
@@ -200,12 +200,12 @@ def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
     console = Console()
     sizes = ", ".join(str(size) for size in group_sizes(ranks)) or "none: one rank alone"
     console.print(
-        f"measuring {hardware(machine)} ({software(machine)}); groups of {sizes}",
+        f"measuring {hardware_name(machine)} ({software_name(machine)}); groups of {sizes}",
         highlight=False,
         soft_wrap=True,
     )
     measured = _measure_by_ranks(machine, ranks, quick, folder)
-    measured = replace(measured, hardware=hardware(machine), software=software(machine))
+    measured = replace(measured, hardware=hardware_name(machine), software=software_name(machine))
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     write(measured, target, measured=now, quick=quick)
     for table in tables(measured):
@@ -246,7 +246,7 @@ def _measure_by_ranks(machine: Machine, ranks: int, quick: bool, folder: Path) -
         task_file.write_text(json.dumps(asdict(task)))
         # All cores, whatever the shell says.
         os.environ["OMP_NUM_THREADS"] = str(max(1, machine.cores // ranks))
-        command = tied("drumline.bench.calibrate", str(task_file))
+        command = tied_arguments("drumline.bench.calibrate", str(task_file))
         agent = Agent(command, ranks, listen(None), Path(work, "logs"), signals, grace=5.0)
         ends = agent.attempt()
         if signals.number:
@@ -343,7 +343,7 @@ def _bytes_table(measured: Calibration) -> Table:
     if measured.memory:
         table.add_row("memory, copied", "", "", f"{measured.memory / 1e9:,.2f}")
 
-    def add(name: str, group: str, line: Measured) -> None:
+    def add(name: str, group: str, line: CostLine) -> None:
         microseconds = line.latency * 1e6
         gb_per_s = line.bandwidth / 1e9
         table.add_row(name, group, f"{microseconds:,.0f}", f"{gb_per_s:,.2f}")
@@ -397,10 +397,10 @@ def measure(task: Task, ranks: RankInfo) -> Calibration:
     own_memory = measure_memory(task)
     dtypes = {precision: DTYPES[precision] for precision in own_products}
     own_blocks = besides_products(task.device, own_products, dtypes, seconds_of)
-    host: dict[str, Measured] = {}
+    host: dict[str, CostLine] = {}
     if task.device == "cuda":
         host = measure_host_copies(task)
-    disk: dict[str, Measured] = {}
+    disk: dict[str, CostLine] = {}
     if ranks.rank == 0:
         disk = measure_disk(task)
     # All ranks measured at the same time. Ranks on a CPU share it, so its rate is their sum. Of GPUs
@@ -439,7 +439,7 @@ def measure(task: Task, ranks: RankInfo) -> Calibration:
     )
 
 
-def _latency_of_backward(lines: tuple[Measured, Measured]) -> float:
+def _latency_of_backward(lines: tuple[CostLine, CostLine]) -> float:
     """Return the latency of the second of two lines, (forward, backward)."""
     _, backward = lines
     return backward.latency
@@ -507,7 +507,7 @@ def measure_memory(task: Task) -> float:
     return 2 * size / seconds
 
 
-def measure_host_copies(task: Task) -> dict[str, Measured]:
+def measure_host_copies(task: Task) -> dict[str, CostLine]:
     """Return latency and bandwidth of copies between pinned memory and the device."""
     to_device = []
     to_host = []
@@ -521,7 +521,7 @@ def measure_host_copies(task: Task) -> dict[str, Measured]:
     return {"to_device": line_through(to_device), "to_host": line_through(to_host)}
 
 
-def measure_disk(task: Task) -> dict[str, Measured]:
+def measure_disk(task: Task) -> dict[str, CostLine]:
     """Return latency and bandwidth of writing and reading a file.
 
     Writing ends when the file is on the disk. The kernel is asked to drop it from its cache before it
@@ -551,7 +551,7 @@ def measure_disk(task: Task) -> dict[str, Measured]:
     return {"write": line_through(written), "read": line_through(read)}
 
 
-def measure_collectives(task: Task, ranks: RankInfo) -> dict[tuple[str, int], Measured]:
+def measure_collectives(task: Task, ranks: RankInfo) -> dict[tuple[str, int], CostLine]:
     """Return latency and bandwidth of each kind of collective, by (kind, number of ranks).
 
     The ranks are the first 2, 4, … and all. Bytes are counted as a run counts them. Collective; ranks
@@ -573,7 +573,7 @@ def measure_collectives(task: Task, ranks: RankInfo) -> dict[tuple[str, int], Me
     return lines
 
 
-def _measure_collective(kind: str, size: int, group: Any, task: Task) -> Measured:
+def _measure_collective(kind: str, size: int, group: Any, task: Task) -> CostLine:
     """Return latency and bandwidth of a collective, by the bytes that a rank sends."""
     points = []
     for bytes_ in task.sizes:

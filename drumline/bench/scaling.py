@@ -32,7 +32,7 @@ from drumline.plan.explain import size, strategy_name
 from drumline.plan.plan import Plan
 from drumline.report.bars import bars
 from drumline.system.files import remove, write_whole
-from drumline.system.signals import NOTHING_LOST
+from drumline.system.signals import EXIT_TEMPFAIL
 from drumline.telemetry.events import Event, Fault, Measured, Step, read
 
 # Steps at the start that are not counted: the first are slower, and one of them is slowed down by the
@@ -259,7 +259,7 @@ def bench(config: Path, overrides: list[str], options: Options) -> int:
             predictions.append(_predict(config, overrides, cluster, samples_a_device))
     _show(config, rows, predictions, options, folder, loads, console)
     if code:
-        return NOTHING_LOST
+        return EXIT_TEMPFAIL
     has_measured = any(row.rounds for row in rows)
     return int(not has_measured)
 
@@ -372,7 +372,7 @@ def _measure(row: Row, settings: Settings, folder: Path) -> int:
     except DrumlineError as error:
         row.reason = error.line()
         return 0
-    if code == NOTHING_LOST:
+    if code == EXIT_TEMPFAIL:
         return code
     events = read(folder / "events.jsonl")
     measured = None

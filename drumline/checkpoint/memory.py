@@ -30,7 +30,7 @@ from drumline.checkpoint.ranks import RankGroup
 from drumline.checkpoint.save import Checkpointer, SaveResult
 from drumline.errors import CheckpointError, EnvironmentFault
 from drumline.system.files import write_whole
-from drumline.system.process import named, process
+from drumline.system.process import process, process_named
 
 HOST_MEMORY = Path("/dev/shm")
 NAME = "memory.json"  # the file in the run folder
@@ -196,6 +196,6 @@ def _remove_stale(own: Path) -> None:
                 continue
             if folder.stat().st_uid != os.getuid():
                 continue
-            owner = named((folder / OWNER).read_text())
+            owner = process_named((folder / OWNER).read_text())
             if owner is not None and owner.alive() is False:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -59,7 +59,7 @@ from drumline.checkpoint.staging import Staging
 from drumline.checkpoint.storage import Writer, read_tensor_records
 from drumline.errors import CheckpointError, EnvironmentFault
 from drumline.system.heartbeat import TIMES, alive
-from drumline.system.threads import on_this_gpu
+from drumline.system.threads import bind_to_gpu
 from drumline.version import __version__
 
 # Free space that a save requires, as a multiple of its estimated bytes.
@@ -245,7 +245,7 @@ class Checkpointer:
             return
         job.blocked_seconds = time.monotonic() - job.started
         self._thread = threading.Thread(
-            target=on_this_gpu(self._run), args=(job,), name=f"save-step-{step}"
+            target=bind_to_gpu(self._run), args=(job,), name=f"save-step-{step}"
         )
         self._thread.start()
 

@@ -142,26 +142,29 @@ def evaluate(
         if not tasks and not generate:
             # Before the imports below: the ranks are forks of this process and share them.
             early = stack.enter_context(_early_ranks(config, all_overrides))
-        from drumline.inference import evaluate as inference
+        from drumline.inference import evaluate as evaluation
 
-        place = stack.enter_context(inference.fetch_checkpoint(checkpoint, config, all_overrides))
+        place = stack.enter_context(evaluation.fetch_checkpoint(checkpoint, config, all_overrides))
         if tasks:
-            code = inference.score_with_lm_eval(
+            code = evaluation.score_with_lm_eval(
                 config, all_overrides, place, tasks, limit, include_path
             )
         elif generate:
-            code = inference.answers(config, all_overrides, place, generate)
+            code = evaluation.answer_held_out_prompts(config, all_overrides, place, generate)
         else:
-            code = inference.evaluate(config, all_overrides, place, early)
+            code = evaluation.evaluate(config, all_overrides, place, early)
         raise typer.Exit(code)
 
 
 def _early_ranks(config_path: Path, overrides: list[str]) -> EarlyRanks:
-    """Return ranks of a config that import what they need while the plan is made."""
+    """Return ranks of a config that import what they need while the plan is made.
+
+    The config may be a stranger's, so only an override can allow it to run code of its own.
+    """
     from drumline.config.load import load
     from drumline.launch.early import EarlyRanks
 
-    return EarlyRanks(load(config_path, overrides).config)
+    return EarlyRanks(load(config_path, overrides, trusted=False).config)
 
 
 def chat(
@@ -186,9 +189,9 @@ def chat(
     trust_remote_code: Trust = False,
 ) -> None:
     """Talk to a trained model in the terminal."""
-    from drumline.system.process import uncollected
+    from drumline.system.process import pause_garbage_collection
 
-    with uncollected():
+    with pause_garbage_collection():
         from drumline.inference.model import chat as run
 
     run(place, max_new_tokens, temperature, system, trust_remote_code)

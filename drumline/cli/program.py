@@ -13,7 +13,7 @@ from drumline.cli import data, diagnose, look, plan, runs, share, train, usage
 from drumline.cli.group import Group
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
 from drumline.foreign import first_line
-from drumline.system.output import let_go_of_output, lossy, say
+from drumline.system.output import flush_or_drop_output, lossy, say
 from drumline.system.redact import redact
 from drumline.version import __version__
 
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
         with lossy():
             _main(sys.argv[1:] if arguments is None else arguments)
     finally:
-        let_go_of_output()
+        flush_or_drop_output()
 
 
 def _main(given: list[str]) -> None:
@@ -80,7 +80,7 @@ def _main(given: list[str]) -> None:
         use_expandable_segments,
     )
     from drumline.launch.tasks import join_tasks
-    from drumline.system.signals import LEFT, NOTHING_LOST, Interrupted, Stoppable
+    from drumline.system.signals import EXIT_INTERRUPTED, EXIT_TEMPFAIL, Interrupted, Stoppable
 
     arguments = _arguments_for_typer(given)
     try:
@@ -96,9 +96,9 @@ def _main(given: list[str]) -> None:
     except Interrupted as stop:
         if is_first_rank():
             say(f"stopped: {stop} — start it again")
-        raise SystemExit(NOTHING_LOST) from None
+        raise SystemExit(EXIT_TEMPFAIL) from None
     except KeyboardInterrupt:
-        raise SystemExit(LEFT) from None
+        raise SystemExit(EXIT_INTERRUPTED) from None
     except Exception as error:  # noqa: BLE001 - whatever it is, the user gets one line
         raise SystemExit(_report_unexpected(error)) from None
 

@@ -166,7 +166,7 @@ class ClusterConfig(Section):
     ) -> dict[str, DeviceConfig]:
         own = info.data.get("links", {})
         for name, device in devices.items():
-            if device.host_link not in own and catalog.link(device.host_link) is None:
+            if device.host_link not in own and catalog.find_link(device.host_link) is None:
                 raise ValueError(f"{name}: host_link {_no_link(device.host_link, list(own))}")
         return devices
 
@@ -175,9 +175,9 @@ class ClusterConfig(Section):
     def _known(cls, device: str | None, info: ValidationInfo) -> str | None:
         """Refuse a device that is neither in the catalog nor in `devices`."""
         own = info.data.get("devices", {})
-        if device is None or device in own or catalog.plain(device) == catalog.CPU:
+        if device is None or device in own or catalog.normalise_name(device) == catalog.CPU:
             return device
-        if catalog.device(device) is not None:
+        if catalog.find_device(device) is not None:
             return device
         if re.search(r"[+,;]", device):
             raise ValueError(
@@ -189,7 +189,7 @@ class ClusterConfig(Section):
     @classmethod
     def _linked(cls, link: str | None, info: ValidationInfo) -> str | None:
         own = info.data.get("links", {})
-        if link is None or link in own or catalog.link(link) is not None:
+        if link is None or link in own or catalog.find_link(link) is not None:
             return link
         raise ValueError(_no_link(link, list(own)))
 
@@ -207,7 +207,7 @@ class ClusterConfig(Section):
             )
         is_in_catalog = self.device is not None and self.device not in self.devices
         if is_in_catalog and self.intra is not None and self.intra not in self.links:
-            self._check_intra(catalog.link(self.intra), spec)
+            self._check_intra(catalog.find_link(self.intra), spec)
         return self
 
     def _check_intra(self, link: Link | None, spec: DeviceSpec | None) -> None:
@@ -237,7 +237,7 @@ class ClusterConfig(Section):
         own = self.devices.get(self.device)
         if own is not None:
             return own.spec(self.device)
-        return catalog.device(self.device)
+        return catalog.find_device(self.device)
 
     def link(self, name: str) -> Link:
         """Return a link of `links` or of the catalog.
@@ -247,7 +247,7 @@ class ClusterConfig(Section):
         own = self.links.get(name)
         if own is not None:
             return own.link(name)
-        link = catalog.link(name)
+        link = catalog.find_link(name)
         assert link is not None
         return link
 
@@ -284,7 +284,7 @@ def _no_link(name: str, own: list[str]) -> str:
 
 def _unknown(what: str, name: str, known: list[str], besides: str = "") -> str:
     """Return the message for a name that is neither in the catalog nor in the section."""
-    similar = catalog.nearest(name, known)
+    similar = catalog.similar_names(name, known)
     if similar:
         fix = f"did you mean {' or '.join(similar)}?"
     else:

@@ -40,7 +40,7 @@ from drumline.config.run import EvalConfig, direction
 from drumline.errors import CheckpointError, ConfigError, DrumlineError, shortened
 from drumline.foreign import MIB, expanded, first_line, read_object
 from drumline.foreign import read_text as plain_text
-from drumline.system.redact import plain, withhold
+from drumline.system.redact import redacted_json, withhold
 from drumline.system.yaml_lines import NumberTooLarge, Place, read_yaml, write_yaml
 
 if TYPE_CHECKING:
@@ -798,7 +798,9 @@ def refused_changes(old: Config, new: Config, allow: tuple[str, ...]) -> Refused
         if before.get(key) == after.get(key) or allowed(key, tuple(free)):
             continue
         keys.append(key)
-        changes.append(f"{key} {plain(before.get(key))!r} → {plain(after.get(key))!r}")
+        changes.append(
+            f"{key} {redacted_json(before.get(key))!r} → {redacted_json(after.get(key))!r}"
+        )
     return RefusedChanges(keys, "; ".join(changes))
 
 

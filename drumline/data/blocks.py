@@ -578,7 +578,7 @@ class Blocks:
             stuck_after_seconds = _ROW_SECONDS
         # A changed file means that rows have come since the last look.
         has_new_rows = progress != self._last_progress
-        heartbeat.waits(has_new_rows, stuck_after_seconds)
+        heartbeat.note_wait(has_new_rows, stuck_after_seconds)
         self._last_progress = progress
 
     def _remove(self, first: int, number: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.plan.plan import BatchPlan
-from drumline.system.threads import on_this_gpu
+from drumline.system.threads import bind_to_gpu
 
 Ints = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
@@ -405,7 +405,7 @@ class BatchStream:
         # One thread: batches must come in their order.
         self._thread: ThreadPoolExecutor | None = None
         if self.prefetch:
-            initializer = on_this_gpu(_do_nothing)
+            initializer = bind_to_gpu(_do_nothing)
             self._thread = ThreadPoolExecutor(1, "drumline-batches", initializer)
         # The batches that the thread collates in advance.
         self._prefetched: deque[Future[GlobalBatch | None]] = deque()
@@ -524,4 +524,4 @@ class BatchStream:
 
 
 def _do_nothing() -> None:
-    """Do nothing more: `on_this_gpu` has selected the GPU of this process for the thread."""
+    """Do nothing more: `bind_to_gpu` has selected the GPU of this process for the thread."""

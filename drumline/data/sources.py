@@ -808,7 +808,7 @@ def call_hub(source: HubSource, function: str, **arguments: Any) -> Any:
 
     name = describe(source)
     if source.id.startswith(mirror.PREFIX):
-        folder = mirror.fetched(source.id, source.revision, "dataset", DataError, name)
+        folder = mirror.download(source.id, source.revision, "dataset", DataError, name)
         source = source.model_copy(update={"id": folder, "revision": None})
     is_offline = hub.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE
     # A proxy resolves names for us.

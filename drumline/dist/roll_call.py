@@ -29,7 +29,7 @@ class RollCall:
         # How many questions and answers this rank has seen.
         self.calls_seen = 0
         self.answers_seen = 0
-        heartbeat.answer_hosts(self.poll_and_ask, self.listen)
+        heartbeat.register_host_answers(self.poll_and_ask, self.listen)
 
     def poll_and_ask(self, step: int) -> bool:
         """Return whether a rank has answered since the last call, and ask anew.

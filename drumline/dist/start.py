@@ -22,9 +22,15 @@ from drumline.dist.timeouts import begin_timeouts, forget_timeouts
 from drumline.errors import EnvironmentFault
 from drumline.foreign import first_line
 from drumline.system.munge import SECRET, seal, unseal
-from drumline.system.network import CHOOSE, addresses, interface_of, interface_to, is_loopback
+from drumline.system.network import (
+    INTERFACE_VARIABLES,
+    addresses,
+    interface_of,
+    interface_to,
+    is_loopback,
+)
 from drumline.system.process import SECRET_ON_STDIN
-from drumline.system.sockets import for_store
+from drumline.system.sockets import detach_for_store
 from drumline.vendor.torch import abort_process_group
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -181,7 +187,7 @@ def _listen_on_loopback(host: str, port: int, world_size: int) -> dist.TCPStore:
         True,
         JOIN_TIMEOUT,
         False,
-        master_listen_fd=for_store(listener),
+        master_listen_fd=detach_for_store(listener),
         use_libuv=False,
     )
 
@@ -379,7 +385,7 @@ def _choose_interface(wanted: str | None) -> None:
     """Let gloo and NCCL use the interface between hosts, unless the user has chosen one."""
     chosen = _interface_between_hosts(wanted)
     if chosen:
-        for name in CHOOSE:
+        for name in INTERFACE_VARIABLES:
             os.environ.setdefault(name, chosen)
 
 

@@ -23,7 +23,7 @@ from typing import BinaryIO, NamedTuple
 from drumline.doctor.signatures import ANY, Signature, signatures
 from drumline.errors import UserError
 from drumline.foreign import open_plain, read_object
-from drumline.system.files import numbered
+from drumline.system.files import numbered_entries
 from drumline.system.redact import redact
 from drumline.telemetry.events import Step, examine, read
 
@@ -557,14 +557,14 @@ def ranks_without_log(run: Path) -> list[int]:
         world_size = int(prod(plan["mesh"].values()))
     except (UserError, KeyError, TypeError, ValueError, OverflowError, AttributeError):
         return []
-    attempts = list(numbered(run / "logs", "attempt-").values())
+    attempts = list(numbered_entries(run / "logs", "attempt-").values())
     if not attempts:
         return []
     newest = attempts[-1]
     with_log: set[int] = set()
     # Of several hosts each has a folder of its own.
     for folder in (newest, *newest.glob("*/")):
-        with_log.update(numbered(folder, "rank-"))
+        with_log.update(numbered_entries(folder, "rank-"))
     if not with_log:
         return []
     ranks = range(min(world_size, MOST_RANKS))

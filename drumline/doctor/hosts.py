@@ -16,7 +16,7 @@ from drumline.doctor.diagnose import advice
 from drumline.doctor.host import Question
 from drumline.doctor.ranks import LIMIT, End, Group, run
 from drumline.errors import EnvironmentFault
-from drumline.hardware.catalog import LINKS, by_driver, link
+from drumline.hardware.catalog import LINKS, find_by_driver_name, find_link
 from drumline.hardware.cluster import Link
 from drumline.hardware.detect import Machine
 from drumline.system.output import plural
@@ -256,7 +256,7 @@ def _pair(a: int, b: int, rate: float, hosts: Sequence[str], machine: Machine, i
     is_same_host = hosts[a] == hosts[b]
     usual = expected(machine, is_same_host, inter)
     # A pair is a group of two ranks.
-    usual_rate = usual.reached(2)
+    usual_rate = usual.collective_rate(2)
     if is_same_host:
         name = f"rank {a} ↔ {b}"
     else:
@@ -276,11 +276,11 @@ def expected(machine: Machine, same_host: bool, inter: str) -> Link:
     in a PCIe 4 slot.
     """
     if not same_host:
-        return link(inter) or LINKS["loopback"]
+        return find_link(inter) or LINKS["loopback"]
     if not machine.devices:
         return LINKS["loopback"]
     first = machine.devices[0]
-    device = by_driver(first.name, first.memory_bytes)
+    device = find_by_driver_name(first.name, first.memory_bytes)
     if device is None:
         return LINKS["pcie4"]
     return LINKS[device.intra]

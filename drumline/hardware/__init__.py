@@ -1,0 +1,1 @@
+"""Devices and links: found on this machine, named in a catalog, or calibrated."""

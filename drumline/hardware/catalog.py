@@ -1,12 +1,12 @@
-"""Devices and links by name, as their makers' datasheets have them.
+"""Devices and links by name, with the rates of their makers' datasheets.
 
-Rates are those of dense matrix products, without sparsity, in FLOP/s; a link's is of one direction.
-The fp32 rate is that of TF32 if the device has it, since that is how fp32 matrix products run by
-default here (`precision.tf32`).
+A device's rates are those of dense matrix products, without sparsity, in FLOP/s. A link's rate is
+that of one direction, in bytes/s. The fp32 rate is that of TF32 if the device has it, since that is
+how fp32 matrix products run by default here (`precision.tf32`).
 
-Memory is what torch reports as the device's total (it stands in its out-of-memory errors: "total
-capacity of 79.14 GiB"), the least that was seen for that kind of device in public issues: error
-correction and the driver keep a part of what is on the box.
+Memory is what torch reports as the device's total, which is less than its box says: error
+correction and the driver keep a part. It is the least that was seen for that kind of device in
+public issues (torch's out-of-memory errors have it: "total capacity of 79.14 GiB").
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from dataclasses import replace
 
 from drumline.hardware.cluster import DeviceSpec, Link
 
@@ -29,13 +30,16 @@ REACHED_A100 = 0.869
 REACHED_H100 = 0.803
 REACHED_MI300X = 0.514
 REACHED_4090 = 0.96
-# The share that FlashAttention 2 reaches, which torch's attention uses: 50 to 73% on an A100 (Dao
-# 2023), and 35% on an H100 (Shah et al. 2024), which stands for all devices since Hopper.
-ATTENTION = 0.60
-ATTENTION_HOPPER = 0.35
-# Beginnings of the names of devices since Hopper.
-HOPPER = ("h100", "h200", "b200", "gb200", "mi300x")
-# Beginnings of the names of devices that multiply in fp8.
+# The share of the rate that FlashAttention 2 reaches, which torch's attention uses: 50 to 73% on an
+# A100 (Dao 2023), and 35% on an H100 (Shah et al. 2024). It does not use the H100's new
+# instructions for products.
+ATTENTION_REACHED = 0.60
+ATTENTION_REACHED_SLOW = 0.35
+# Prefixes of the names of devices that are taken to reach the share of the H100: those that are as
+# fast as it. The H20 and the 5090 are as new, but slower than an A100, and are taken to reach its
+# share.
+SLOW_ATTENTION = ("h100", "h200", "b200", "gb200", "mi300x")
+# Prefixes of the names of devices that multiply in fp8.
 FP8 = ("h", "b200", "gb200", "l40s", "4090", "5090", "6000-ada", "mi300x")
 # Devices that have neither bf16 nor TF32.
 WITHOUT_BF16 = ("t4", "v100-16g", "v100-32g")
@@ -69,9 +73,9 @@ def _gpu(
         flops["fp8"] = 2 * half_tflops * TERA
     if name in WITHOUT_BF16:
         del flops["bf16"]
-    attention = ATTENTION
-    if name.startswith(HOPPER):
-        attention = ATTENTION_HOPPER
+    attention = ATTENTION_REACHED
+    if name.startswith(SLOW_ATTENTION):
+        attention = ATTENTION_REACHED_SLOW
     intra, host_link = links
     return DeviceSpec(
         name=name,
@@ -87,6 +91,8 @@ def _gpu(
     )
 
 
+# A new device also needs its words in DRIVERS, and an entry in each of SLOW_ATTENTION, FP8,
+# WITHOUT_BF16, HOST_MEMORY, _WITH_MEMORY, _SAME and AMBIGUOUS that applies to it.
 DEVICES: dict[str, DeviceSpec] = {
     spec.name: spec
     for spec in (
@@ -298,11 +304,12 @@ DEVICES: dict[str, DeviceSpec] = {
         ),
     )
 }
-# A CPU is in no catalog: its rates depend on the machine (planner.cluster).
+# The name of a CPU. It is not in the catalog, because its rates depend on the machine; see
+# `planner.cluster.processor`.
 CPU = "cpu"
 
 # Device → (GiB of host memory for each, source), for plans that do not know the host. It is what
-# one cloud rents with the device, and at most the middle of what several clouds do.
+# one cloud rents with the device, and no more than the median of several clouds.
 HOST_MEMORY: dict[str, tuple[float, str]] = {
     "a100-40g": (112.5, "Azure ND96asr A100 v4: 900 GiB with 8"),
     "a100-80g": (220, "Azure NC24ads A100 v4: 220 GiB with 1"),
@@ -319,12 +326,12 @@ HOST_MEMORY: dict[str, tuple[float, str]] = {
     "mi300x": (231, "Azure ND96isr MI300X v5: 1,850 GiB with 8"),
 }
 # Other devices are in machines that people build themselves. The usual advice is twice the memory
-# of the devices, and memory is sold in modules: so a card of 24 or 32 GB comes with 64 GiB.
+# of the devices, and memory is sold in modules. So a card of 24 or 32 GB comes with 64 GiB.
 HOST_TIMES = 2
 HOST_MODULE_GIB = 32
 
-# A host with a board of this many GPUs has a network card for each.
-BOARD = 8
+# A host with so many GPUs on one board has a network card for each of them.
+GPUS_PER_BOARD = 8
 # Link of its GPUs → (network between such hosts if nobody has set it, source).
 HOST_NETWORK: dict[str, tuple[str, str]] = {
     "nvlink3": ("8x200Gb", "NVIDIA DGX A100 datasheet: 8 × 200 Gb/s"),
@@ -431,15 +438,16 @@ LINKS: dict[str, Link] = {
         ),
     )
 }
-# A network by its rate, such as 100Gb, 8x400Gb, 200GbE or 400Gbps: a host's cards, and Gb/s of
-# each.
+# A network by its rate, such as 100Gb, 8x400Gb, 200GbE or 400Gbps: the number of a host's cards, and
+# gigabits a second of each. It is matched in lower case, so 100GB also means bits, as people use it
+# for networks.
 NETWORK = re.compile(r"^(?:(\d+)x)?(\d+(?:\.\d+)?)gb(?:e|ps|it)?$")
 # All-reduce tests reach 340 of 400 Gb/s (AWS EFA v1; Bekman, Networking).
 NETWORK_EFFICIENCY = 0.85
 
-# Words that `plain` leaves out of a device's name.
+# A pattern of words that `normalise_name` removes from a device's name.
 _VENDORS = r"nvidia|geforce|rtx|tesla|amd|instinct|radeon|sxm\d?|hbm\d?e?|gpu"
-# Devices of which the catalog has one size, with the memory that their box says.
+# Names of devices of one size, with the memory that their box says.
 _WITH_MEMORY = (
     "a6000-48g",
     "6000-ada-48g",
@@ -483,10 +491,10 @@ AMBIGUOUS = {
 }
 
 
-def plain(name: str) -> str:
-    """Return a device's name without its maker's.
+def normalise_name(name: str) -> str:
+    """Return a device's name as the catalog writes it, without its maker's name.
 
-    `NVIDIA RTX-4090` is 4090, and `A100-SXM4-80GB` is a100-80g.
+    `NVIDIA RTX-4090` becomes 4090, and `A100-SXM4-80GB` becomes a100-80g.
     """
     dashed = re.sub(r"[\s_]+", "-", name.strip().lower())
     without_vendors = re.sub(rf"\b(?:{_VENDORS})(?=-|\d|\b)", "", dashed)
@@ -495,19 +503,19 @@ def plain(name: str) -> str:
     return re.sub(r"-+", "-", short_memory).strip("-")
 
 
-def device(name: str) -> DeviceSpec | None:
+def find_device(name: str) -> DeviceSpec | None:
     """Return a device of the catalog by what people call it; None if it is not there.
 
     A CPU is not there, because its rates depend on the machine.
     """
-    known = plain(name)
+    known = normalise_name(name)
     return DEVICES.get(_SAME.get(known, known))
 
 
 def usual_host_memory(spec: DeviceSpec) -> tuple[int, str]:
-    """Return the host memory that a plan assumes if nobody has set it, and its source.
+    """Return the bytes of host memory for each device of this kind, and their source as text.
 
-    It is in bytes for each device of this kind.
+    A plan assumes them if nobody has set the host's memory.
     """
     if spec.name in HOST_MEMORY:
         gib, source = HOST_MEMORY[spec.name]
@@ -524,12 +532,12 @@ def usual_network(intra: str, per_node: int) -> tuple[str, str]:
     `intra`: the link between the devices of a host, by its catalog name.
     `per_node`: devices of a host. Only boards of eight have a usual network.
     """
-    if per_node == BOARD and intra in HOST_NETWORK:
+    if per_node == GPUS_PER_BOARD and intra in HOST_NETWORK:
         return HOST_NETWORK[intra]
     return OTHER_NETWORK, "a choice: one card of a usual server"
 
 
-def link(name: str) -> Link | None:
+def find_link(name: str) -> Link | None:
     """Return a link of the catalog by its name, or a network by its rate; None for any other name.
 
     A rate is 100Gb, 8x400Gb (cards of one host) or 200GbE; InfiniBand is written like Ethernet.
@@ -555,9 +563,9 @@ def link(name: str) -> Link | None:
     )
 
 
-def nearest(name: str, known: list[str]) -> list[str]:
-    """Return the known names that look most like one that is not there, the likeliest first."""
-    wanted = plain(name)
+def similar_names(name: str, known: list[str]) -> list[str]:
+    """Return the known names that are most like an unknown one, the likeliest first."""
+    wanted = normalise_name(name)
     close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.6)
     if close:
         return close
@@ -565,7 +573,7 @@ def nearest(name: str, known: list[str]) -> list[str]:
     return [other for other in known if other[:2] == wanted[:2]]
 
 
-# The catalog's devices, by words in the name that their driver gives.
+# The words by which the catalog's devices are found in the names that their drivers give.
 DRIVERS = (
     "B200",
     "H200",
@@ -589,14 +597,16 @@ DRIVERS = (
     "RTX 5090",
     "MI300X",
 )
-# Words of a slice of a device, or of another chip that has a known one's name.
+# Words in the driver's name of a slice of a device (MIG), or of another chip with a similar name.
 NOT_DEVICES = {"MIG", "Laptop", "Ti", "D", "Max"}
 
 
-def by_driver(device_name: str, memory_bytes: int | None = None) -> DeviceSpec | None:
-    """Return the device of the catalog by the name that its driver gives; None for an unknown one.
+def find_by_driver_name(device_name: str, memory_bytes: int | None = None) -> DeviceSpec | None:
+    """Return the catalog's device for the name that its driver gives; None for an unknown one.
 
-    If the catalog has several sizes of it, the one nearest in memory is returned.
+    If the catalog has several sizes of it, the one nearest in memory is returned; without
+    `memory_bytes`, the smallest. A card in a PCIe slot, whose driver's name says so, has no NVLink:
+    its link to other devices is that to the host.
     """
     parts = device_name.replace("-", " ").split()
     text = f" {' '.join(parts)} "
@@ -605,18 +615,22 @@ def by_driver(device_name: str, memory_bytes: int | None = None) -> DeviceSpec |
     if not found or NOT_DEVICES & set(parts):
         return None
     # The longest name is the most exact: H100 NVL goes before H100.
-    known = plain(max(found, key=len))
+    known = normalise_name(max(found, key=len))
     specs = [spec for name, spec in DEVICES.items() if re.sub(r"-\d+g$", "", name) == known]
     memory = memory_bytes or 0
-    return min(specs, key=lambda spec: abs(spec.memory_bytes - memory))
+    nearest_spec = min(specs, key=lambda spec: abs(spec.memory_bytes - memory))
+    # Drivers write both: A100-PCIE-40GB, H100 PCIe.
+    if "PCIE" in device_name.upper():
+        return replace(nearest_spec, intra=nearest_spec.host_link)
+    return nearest_spec
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the FLOP/s of one device at a precision; None if it is not known.
+    """Return the datasheet's FLOP/s of a device at a precision; None if they are not known.
 
-    `device_name`: as the driver gives it, or of the catalog.
+    `device_name`: as the driver gives it, or as the catalog has it.
     """
-    spec = by_driver(device_name) or DEVICES.get(device_name)
+    spec = find_by_driver_name(device_name) or DEVICES.get(device_name)
     if spec is None:
         return None
     return spec.flops.get(precision)

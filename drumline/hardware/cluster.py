@@ -1,8 +1,11 @@
-"""The devices that a run is planned for, and the links between them.
+"""The devices that a run is planned for, the links between them, and what a collective costs.
 
-They are found on this machine, or set in the YAML. Their rates are those of datasheets, or those
-that `drumline calibrate` measured. A calibration has a file in the cache folder, one for each kind
-of device and version of the software.
+Devices and links are found on this machine, or set in the YAML. Their rates are those of
+datasheets, or those that `drumline calibrate` measured. A calibration is a file in the cache
+folder, one for each kind of device and version of the software.
+
+The seconds of S bytes follow the alpha-beta model: a latency, and S over a bandwidth. Collectives
+are counted with the ring algorithm.
 """
 
 from __future__ import annotations
@@ -28,35 +31,39 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 # SXM's 80.3%, which is in the middle of what was published (A100 SXM 86.9%, MI300X 51.4%; S.
 # Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS", 2025).
 MATMUL_EFFICIENCY = 0.80
-# Seconds before a collective's first step, whatever the link: NCCL's constant for the ring
+# Seconds before the first step of a collective, on any link: NCCL's constant for the ring
 # (src/graph/tuning.cc, baseLat, Simple).
 BASE_LATENCY = 8.4e-6
 # The share of a link's datasheet that copies from and to pinned host memory reach. Published
 # results of NVIDIA's bandwidthTest are 26.1 and 25.6 of 31.5 GB/s (A100, PCIe 4), and 12.4 and 13.1
 # of 15.75 (PCIe 3).
 HOST_EFFICIENCY = 0.80
-# Bytes/s of a disk, if nobody has measured it: an NVMe drive (Samsung PM9A3 datasheet, 3.84 TB).
+# Bytes/s of a disk that nobody has measured: those of an NVMe drive (Samsung PM9A3 datasheet,
+# 3.84 TB).
 DISK = {"read": 6.5e9, "write": 3.5e9}
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Entries = Annotated[int, Field(gt=0)]
+PositiveInt = Annotated[int, Field(gt=0)]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A line through timings: the seconds of S bytes are latency + S / bandwidth."""
+class CostLine:
+    """A measured cost in the alpha-beta model: S bytes take latency + S / bandwidth seconds.
 
-    # The file of a calibration has no other keys.
+    `latency`: in seconds. `bandwidth`: in bytes/s.
+    """
+
+    # Refuse other keys in a calibration's file.
     __pydantic_config__ = ConfigDict(extra="forbid")
     latency: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     bandwidth: Rate
 
     def seconds(self, bytes_: float) -> float:
-        """Return the seconds that so many bytes take."""
+        """Return the seconds for a number of bytes."""
         return self.latency + bytes_ / self.bandwidth
 
 
-def line_through(points: Sequence[tuple[float, float]]) -> Measured:
-    """Return the line through (bytes, seconds) with the least squares of relative errors.
+def line_through(points: Sequence[tuple[float, float]]) -> CostLine:
+    """Fit a line to timings (bytes, seconds), with the least squares of relative errors.
 
     Neither its latency nor its bandwidth is negative.
     """
@@ -73,51 +80,61 @@ def line_through(points: Sequence[tuple[float, float]]) -> Measured:
         spread = weight_sum * square_sum - bytes_sum * bytes_sum
         slope = (weight_sum * product_sum - bytes_sum * seconds_sum) / spread
     latency = (seconds_sum - slope * bytes_sum) / weight_sum
-    # Of one size, or noise: the mean rate, as if nothing had to be waited for.
+    # All points have one size, or noise gave a negative number: take the best line through the
+    # origin, without a latency.
     if slope <= 0 or latency < 0:
-        return Measured(0.0, square_sum / product_sum)
-    return Measured(latency, 1 / slope)
+        return CostLine(0.0, square_sum / product_sum)
+    return CostLine(latency, 1 / slope)
 
 
 @dataclass(frozen=True)
 class Product:
-    """A measured matrix product (rows × inner) · (inner × columns), and its rate in FLOP/s."""
+    """A matrix product (rows × inner) · (inner × columns), and its measured rate in FLOP/s."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
-    rows: Entries
-    inner: Entries
-    columns: Entries
+    rows: PositiveInt
+    inner: PositiveInt
+    columns: PositiveInt
     rate: Rate
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measured rates. An empty field was not measured.
+    """Measured rates of a machine. An empty field was not measured.
 
-    `matmul`: precision → FLOP/s of large products. `products`: precision → products of several
-    shapes. `memory`: bytes/s that a device copies, where bytes read and bytes written both count.
-    `collectives`: (kind, ranks) → line. Kind is one of all_reduce, all_gather, reduce_scatter,
-    all_to_all and p2p. Bytes are what a rank sends, as `telemetry.traffic` counts them. `host`:
-    to_device, to_host → line. `disk`: write, read → line. `operators`: precision → lines (forward,
-    backward) of what a Llama's block computes besides its products, by the bytes of its hidden
-    states. `ranks`: the number of processes that measured side by side, with a core each.
+    `ranks` processes measured side by side: one for each GPU, or one for each core of a processor.
+    `matmul`, `products` and `memory` are those of one GPU, or of the whole processor; the lines of
+    `operators` are always those of one process.
+
+    `hardware`, `software`: as `hardware_name` and `software_name` return them.
+    `matmul`: precision → FLOP/s of large matrix products.
+    `memory`: bytes/s of copies within a device's memory; bytes read and bytes written both count.
+    `collectives`: (kind, ranks) → line. Kind is all_reduce, all_gather, reduce_scatter, all_to_all
+    or p2p; the bytes are those that a rank sends, as `telemetry.traffic` counts them.
+    `host`: to_device, to_host → line of copies between a device and pinned host memory.
+    `operators`: precision → lines (forward, backward) of what a block of a Llama computes besides
+    matrix products: norms, rotary embedding, softmax, activation. The bytes are those of the
+    block's hidden states.
+    `disk`: write, read → line.
+    `products`: precision → matrix products of several shapes.
     """
 
     hardware: str = ""
     software: str = ""
     matmul: Mapping[str, float] = field(default_factory=dict)
     memory: float | None = None
-    collectives: Mapping[tuple[str, int], Measured] = field(default_factory=dict)
-    host: Mapping[str, Measured] = field(default_factory=dict)
-    operators: Mapping[str, tuple[Measured, Measured]] = field(default_factory=dict)
-    disk: Mapping[str, Measured] = field(default_factory=dict)
+    collectives: Mapping[tuple[str, int], CostLine] = field(default_factory=dict)
+    host: Mapping[str, CostLine] = field(default_factory=dict)
+    operators: Mapping[str, tuple[CostLine, CostLine]] = field(default_factory=dict)
+    disk: Mapping[str, CostLine] = field(default_factory=dict)
     ranks: int = 1
     products: Mapping[str, tuple[Product, ...]] = field(default_factory=dict)
 
-    def line(self, kind: str, ranks: int) -> Measured | None:
-        """Return the line of a collective on one host, of the measured group nearest in size.
+    def line(self, kind: str, ranks: int) -> CostLine | None:
+        """Return the line of a collective among `ranks` ranks of one host.
 
-        None if none was measured. A broadcast takes the steps of an all-gather.
+        It was measured in a group of the nearest size. None if that kind was not measured. A
+        broadcast is taken for an all-gather, which has as many steps.
         """
         if kind == "broadcast":
             kind = "all_gather"
@@ -127,19 +144,19 @@ class Calibration:
         nearest_size = min(sizes, key=lambda size: _log_distance(size, ranks))
         return self.collectives[kind, nearest_size]
 
-    def _own(self, line: Measured, processes: int) -> Measured:
-        """Return the line of one of `processes` ranks, from that of one among `self.ranks`.
+    def _rescale(self, line: CostLine, processes: int) -> CostLine:
+        """Return a line of `operators` for one of `processes` processes.
 
-        A core starts the kernels of one process at a time, so the latency grows in proportion if
-        there are more processes than measured.
+        It was measured in each of `self.ranks` processes. A core starts the kernels of one process
+        at a time, so the latency grows in proportion if there are more processes than measured.
         """
         latency = line.latency * max(1.0, processes / self.ranks)
-        return Measured(latency, line.bandwidth * self.ranks / processes)
+        return CostLine(latency, line.bandwidth * self.ranks / processes)
 
-    def shared(self, processes: int) -> Calibration:
+    def share_among(self, processes: int) -> Calibration:
         """Return the rates of one of `processes` processes that share a processor.
 
-        The processor was measured as a whole.
+        The processor was measured as a whole, except for `operators`.
         """
         memory = self.memory
         if memory:
@@ -151,8 +168,8 @@ class Calibration:
             )
         operators = {}
         for precision, (forward, backward) in self.operators.items():
-            own_forward = self._own(forward, processes)
-            own_backward = self._own(backward, processes)
+            own_forward = self._rescale(forward, processes)
+            own_backward = self._rescale(backward, processes)
             operators[precision] = (own_forward, own_backward)
         return replace(
             self,
@@ -170,7 +187,7 @@ class DeviceSpec:
     `memory_bytes`: as torch reports it. `bandwidth`: bytes/s of this memory. `flops`: precision →
     dense FLOP/s by its datasheet. `efficiency`: the share of these that large matrix products
     reach. `attention`: the share that the kernels of attention reach; None: the same. `intra`,
-    `host_link`: its usual links, by their catalog names.
+    `host_link`: the catalog's names of its usual links, to other devices of a host and to the host.
     """
 
     name: str
@@ -189,10 +206,10 @@ class DeviceSpec:
 class Link:
     """A link between devices or hosts.
 
-    `bandwidth`: bytes/s in one direction by the datasheet: what one device sends, or one host on a
-    link between hosts. `latency`: seconds of one step of a ring. `efficiency`: the share of the
-    bandwidth that collectives on large tensors reach. `per_peer`: bytes/s to each other device, if
-    devices are joined pair by pair and not by a switch.
+    `bandwidth`: bytes/s in one direction by the datasheet: what one device sends, or on a link
+    between hosts what one host sends. `latency`: seconds of one step of a ring. `efficiency`: the
+    share of the bandwidth that collectives on large tensors reach. `per_peer`: bytes/s to each
+    other device, if devices are joined pair by pair and not by a switch.
     """
 
     name: str
@@ -202,7 +219,7 @@ class Link:
     per_peer: float | None = None
     source: str = ""
 
-    def reached(self, ranks: int) -> float:
+    def collective_rate(self, ranks: int) -> float:
         """Return the bytes/s that a rank sends in a collective of `ranks` on this link alone."""
         limit = self.bandwidth
         if self.per_peer is not None:
@@ -252,7 +269,7 @@ class Cluster:
         """
         products = self.calibration.products.get(precision)
         if products and rows is not None and width is not None:
-            return nearest(products, rows, width).rate
+            return nearest_product(products, rows, width).rate
         measured = self.calibration.matmul.get(precision)
         if measured is not None:
             return measured
@@ -261,7 +278,7 @@ class Cluster:
     def attention_rate(self, precision: str) -> float:
         """Return the FLOP/s of attention's kernels.
 
-        They are as much slower than products as on this kind of device in general.
+        They are not calibrated: they are slower than matrix products by the device's usual share.
         """
         share = 1.0
         if self.device.attention is not None:
@@ -276,11 +293,14 @@ class Cluster:
         """
         if self.device.kind == "cpu" or bytes_ <= 0:
             return 0.0
-        usual = Measured(self.host_link.latency, HOST_EFFICIENCY * self.host_link.bandwidth)
+        usual = CostLine(self.host_link.latency, HOST_EFFICIENCY * self.host_link.bandwidth)
         return self.calibration.host.get(direction, usual).seconds(bytes_)
 
     def disk_seconds(self, direction: Literal["write", "read"], bytes_: float) -> float:
-        """Return the seconds to write or read bytes on one host's disk, of all its ranks."""
+        """Return the seconds to write bytes to a host's disk, or to read them.
+
+        `bytes_`: the sum over the host's ranks.
+        """
         line = self.calibration.disk.get(direction)
         if line is None or bytes_ <= 0:
             return bytes_ / DISK[direction]
@@ -312,13 +332,15 @@ class Cluster:
         on_host = min(ranks, self.per_node if per_node is None else per_node)
         if on_host >= ranks:
             return self._seconds_on_one_host(kind, volume, ranks)
-        leaving = self._leaving(kind, volume, ranks, on_host, self.per_node)
-        across = leaving / self.inter.reached(ranks)
+        leaving = self._bytes_through_uplink(kind, volume, ranks, on_host, self.per_node)
+        across = leaving / self.inter.collective_rate(ranks)
         if self.pod is not None and self.oversubscription > 1:
             devices = self.pod * self.per_node
             in_pod = min(ranks, devices if per_pod is None else per_pod)
-            uplinks = self.pod * self.inter.reached(ranks) / self.oversubscription
-            across = max(across, self._leaving(kind, volume, ranks, in_pod, devices) / uplinks)
+            uplinks = self.pod * self.inter.collective_rate(ranks) / self.oversubscription
+            across = max(
+                across, self._bytes_through_uplink(kind, volume, ranks, in_pod, devices) / uplinks
+            )
         within = 0.0
         if on_host > 1:
             within = volume / self._bandwidth_within(kind, on_host)
@@ -334,7 +356,7 @@ class Cluster:
         if line is not None:
             return line.seconds(volume)
         latency = ring_steps(kind, ranks) * self.intra.latency
-        return BASE_LATENCY + latency + volume / self.intra.reached(ranks)
+        return BASE_LATENCY + latency + volume / self.intra.collective_rate(ranks)
 
     def _bandwidth_within(self, kind: Collective, ranks: int) -> float:
         """Return the bytes/s that each of `ranks` on one host sends.
@@ -344,22 +366,32 @@ class Cluster:
         measured = self.calibration.line(kind, ranks)
         if measured is not None:
             return measured.bandwidth
-        return self.intra.reached(ranks)
+        return self.intra.collective_rate(ranks)
 
     @staticmethod
-    def _leaving(kind: Collective, volume: float, ranks: int, together: int, devices: int) -> float:
-        """Return the bytes that leave `devices` neighbouring devices.
+    def _bytes_through_uplink(
+        kind: Collective, volume: float, ranks: int, together: int, devices: int
+    ) -> float:
+        """Return the bytes that go up through one uplink: that of a host, or that of a pod.
 
-        Each device is in a group of `ranks` that sends `volume`, of which `together` are neighbours.
+        Args:
+            kind: The collective.
+            volume: Bytes that each rank sends.
+            ranks: The size of a group. Each device is in one group.
+            together: How many ranks of a group are below the same uplink.
+            devices: All devices below the uplink.
         """
         if together >= ranks:
             return 0.0
         if kind == "all_to_all":
+            # Each rank sends an equal part to each other rank.
             return devices * volume * (ranks - together) / (ranks - 1)
-        return volume * max(1.0, devices / together)
+        # A ring leaves once. So many groups share the uplink.
+        groups = max(1.0, devices / together)
+        return volume * groups
 
 
-def nearest(products: Sequence[Product], rows: int, width: int) -> Product:
+def nearest_product(products: Sequence[Product], rows: int, width: int) -> Product:
     """Return the measured product nearest by ratios to (rows × width) · (width × width)."""
 
     def distance(product: Product) -> float:
@@ -378,7 +410,7 @@ def _log_distance(number: int, other: int) -> float:
 
 
 def ring_steps(kind: Collective, ranks: int) -> int:
-    """Return the messages that follow one another in the ring algorithm (Thakur et al. 2005)."""
+    """Return the number of steps of the ring algorithm, one after another (Thakur et al. 2005)."""
     if kind == "p2p":
         return 1
     if kind == "all_reduce":
@@ -389,7 +421,8 @@ def ring_steps(kind: Collective, ranks: int) -> int:
 class _File(BaseModel):
     """The keys of a calibration's file.
 
-    `measured`: when, as text. `quick`: whether with --quick.
+    `measured`: when it was measured, as text. `quick`: whether with --quick. The others are those
+    of `Calibration`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -401,26 +434,26 @@ class _File(BaseModel):
     matmul: dict[str, Rate]
     products: dict[str, tuple[Product, ...]]
     memory: Rate | None
-    collectives: dict[str, dict[Annotated[int, Field(ge=2)], Measured]]
-    host: dict[str, Measured]
-    operators: dict[str, tuple[Measured, Measured]] = Field({})
-    ranks: Entries = 1
-    disk: dict[str, Measured]
+    collectives: dict[str, dict[Annotated[int, Field(ge=2)], CostLine]]
+    host: dict[str, CostLine]
+    operators: dict[str, tuple[CostLine, CostLine]] = Field({})
+    ranks: PositiveInt = 1
+    disk: dict[str, CostLine]
 
 
-def hardware(machine: Machine) -> str:
-    """Return the kind of device: a GPU's name, or the processor's and its usable cores."""
+def hardware_name(machine: Machine) -> str:
+    """Return the name of a machine's devices: a GPU's, or the processor's and its usable cores."""
     if machine.devices:
         return machine.devices[0].name
     return f"{processor_name()}, {machine.cores} cores"
 
 
-def is_processor(hardware: str) -> bool:
-    """Return whether this kind of device, as `hardware` names it, is a processor."""
-    return re.search(r", \d+ cores$", hardware) is not None
+def is_processor(name: str) -> bool:
+    """Return whether a name of `hardware_name` is that of a processor."""
+    return re.search(r", \d+ cores$", name) is not None
 
 
-def software(machine: Machine) -> str:
+def software_name(machine: Machine) -> str:
     """Return torch's version, and the library that ranks communicate through."""
     library = "nccl" if machine.devices else "gloo"
     return f"torch {metadata.version('torch')}, {library}"
@@ -428,8 +461,8 @@ def software(machine: Machine) -> str:
 
 def calibration_path(machine: Machine) -> Path:
     """Return the path of this machine's calibration; the file need not exist."""
-    kind = hardware(machine)
-    versions = software(machine)
+    kind = hardware_name(machine)
+    versions = software_name(machine)
     key = hashlib.sha256(f"{kind}\n{versions}".encode()).hexdigest()[:8]
     slug = re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
     return cache_dir() / "calibration" / f"{slug}-{key}.json"
@@ -444,7 +477,9 @@ def calibration_for(machine: Machine) -> Calibration | None:
     if not path.exists():
         return None
     calibration = read_calibration(path)
-    if calibration.hardware != hardware(machine) or calibration.software != software(machine):
+    if calibration.hardware != hardware_name(machine) or calibration.software != software_name(
+        machine
+    ):
         return None
     return calibration
 

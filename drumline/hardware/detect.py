@@ -1,6 +1,6 @@
 """The devices, cores and memory of this machine.
 
-torch is imported only where there is a GPU driver, so a laptop does not wait for it.
+torch is imported only if there is a GPU driver, so a laptop does not wait for it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-# NVIDIA, NVIDIA in a container, AMD, WSL.
+# Files that a GPU driver makes: NVIDIA's, NVIDIA's in a container, AMD's, and that of WSL.
 DRIVERS = (
     "/dev/nvidia0",
     "/dev/nvidiactl",
     "/dev/kfd",
     "/dev/dxg",
 )
-# Values of these variables that hide all GPUs.
-HIDDEN = ("", "-1")
-HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+# Variables that list the GPUs that a process may use, and their values that hide all GPUs.
+VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+NO_DEVICES = ("", "-1")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Machine:
     """A host, or the part of it that this process may use.
 
     `cores`, `memory_bytes`: what its affinity and its control groups leave to this process.
-    `device`: what a run computes on by default. `bf16`: whether the GPUs compute in it.
+    `device`: what a run computes on by default. `bf16`: whether the GPUs compute in bfloat16.
     """
 
     devices: list[Device]
@@ -47,7 +47,7 @@ class Machine:
     memory_bytes: int
     device: Literal["cpu", "cuda"]
     bf16: bool
-    # It has Apple silicon, whose GPU shares this memory.
+    # Whether it has Apple silicon, whose GPU shares this memory.
     mps: bool = False
 
     def without_devices(self) -> Machine:
@@ -56,7 +56,7 @@ class Machine:
 
 
 def detect() -> Machine:
-    """Return this machine, without GPUs that CUDA_VISIBLE_DEVICES hides."""
+    """Return this machine, without GPUs that the variables hide."""
     devices, bf16 = _gpus()
     groups = Groups.of_this_process()
     cores = min(usable_cores(), groups.cores())
@@ -95,23 +95,23 @@ def likely_gpus() -> int:
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return installed
-    visible = [name for name in listed.split(",") if name not in HIDDEN]
+    visible = [name for name in listed.split(",") if name not in NO_DEVICES]
     return min(installed, len(visible))
 
 
 def hide_gpus() -> None:
     """Hide all GPUs from this process and from those that it starts.
 
-    torch's optimizers would otherwise open a CUDA context, some hundred MB of a GPU, in a run that computes on the
-    processor. It has no effect once CUDA has been asked for its devices.
+    torch's optimizers would otherwise open a CUDA context, some hundred MB of a GPU, in a run that
+    computes on the processor. It has no effect once CUDA has been asked for its devices.
     """
-    for name in HIDING:
+    for name in VISIBILITY_VARIABLES:
         os.environ[name] = ""
 
 
 def _gpus() -> tuple[list[Device], bool]:
     """Return the visible GPUs, and whether they compute in bf16."""
-    are_hidden = any(os.environ.get(name) in HIDDEN for name in HIDING)
+    are_hidden = any(os.environ.get(name) in NO_DEVICES for name in VISIBILITY_VARIABLES)
     if are_hidden or not _has_driver():
         return [], False
     import torch
@@ -133,11 +133,12 @@ def _has_driver() -> bool:
 
 @dataclass(frozen=True)
 class Groups:
-    """The control groups that a process is in, version 1 or 2.
+    """The control groups (cgroups) that a process is in, version 1 or 2.
 
     A limit holds for a group and all groups below it, so the smallest one counts.
-    `root`: where they are mounted. `listing`: the text of /proc/self/cgroup, whose lines are
-    id:controllers:path.
+
+    `root`: the folder that they are mounted at. `listing`: the text of /proc/self/cgroup, whose
+    lines are id:controllers:path.
     """
 
     root: Path
@@ -174,12 +175,12 @@ class Groups:
             limits += _numbers(folder / "memory.limit_in_bytes")
         return min(limits)
 
-    def oom_kills(self) -> int | None:
+    def oom_kill_count(self) -> int | None:
         """Return how many processes of this group the kernel has killed because memory ran out.
 
-        None if nothing counts them.
+        None if nothing counts them. The groups above count processes of other people, too: theirs
+        is only read if the group's own folder is missing, as it may be in a container.
         """
-        counts = []
         for folder in self._folders("memory"):
             for name in ("memory.events", "memory.oom_control"):
                 try:
@@ -188,8 +189,8 @@ class Groups:
                     continue
                 for line in lines:
                     if line.startswith("oom_kill "):
-                        counts.append(int(line.split()[1]))
-        return max(counts, default=None)
+                        return int(line.split()[1])
+        return None
 
     def _folders(self, controller: str) -> Iterator[Path]:
         """Yield the group's own folder and those above it, up to the mount.
@@ -222,7 +223,7 @@ def _numbers(path: Path) -> list[float]:
 def free_bytes(path: Path) -> int:
     """Return the bytes that may still be written below `path`.
 
-    If it does not exist yet, those of the nearest folder around it are returned.
+    If `path` does not exist yet, the nearest folder around it counts.
     """
     place = path.absolute()
     while not place.exists():

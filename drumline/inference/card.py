@@ -1,4 +1,4 @@
-"""The model card of a run: facts of its folder, and nothing that is not there."""
+"""The model card of a run's export: the facts that its folder has, and no others."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ from drumline.system.yaml_lines import write_yaml
 from drumline.telemetry.events import Eval, Event, Step, read
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# The start of a path of this machine, up to a folder in it. It begins with /, ~, or a scheme, unless
-# a host follows the scheme.
-LOCAL = re.compile(
+# The start of a path of this machine, up to the / behind its first folder. In these texts it matches
+# what is in brackets:
+#
+#     [/home/]me/rows.jsonl    [~/]rows.jsonl    [file:///data/]rows.jsonl
+#
+# Addresses, such as s3://bucket/rows.jsonl, do not match: a host follows their scheme.
+LOCAL_FOLDER = re.compile(
     r"(?<![\w/.~])(?P<scheme>(?:[A-Za-z][\w+.-]*:+)*)(?:(?:/(?!/)|/{3,}|(?<=file:)//)[^\s/'\"]+/|~[^\s/'\"]*/)"
 )
 # Keys of a model card for its license, and the most characters of such a value.
@@ -34,21 +38,21 @@ MOST_LICENSE_CHARACTERS = 200
 VERSIONS = ("drumline", "torch", "transformers")
 
 
-def card(run_dir: Path, plan: Plan, folder: Path, to: str, adapter: bool) -> str:
-    """Return the README.md of an export: YAML for the hub between two lines, then Markdown.
+def model_card(run_dir: Path, plan: Plan, folder: Path, to: str, adapter: bool) -> str:
+    """Return the text of an export's README.md: YAML for the hub, then Markdown.
 
-    The card is public. It has no secret, and of paths of this machine only the names at their ends.
+    The card is public. It has no secret, and only the last names of paths of this machine.
 
     Args:
-        run_dir: The run.
-        plan: Of the run.
-        folder: The export.
-        to: Its name on the hub, ORG/NAME.
+        run_dir: The folder of the run.
+        plan: The run's plan.
+        folder: The folder of the export.
+        to: The export's name on the hub, ORG/NAME.
         adapter: Whether the export has only the adapter.
     """
     config = plan.config
     base, license_keys = base_of(plan)
-    # What the export noted about itself: its step, its dtype, and versions of packages.
+    # What the export wrote about itself: its step, its dtype, and versions of packages.
     origin = read_object(folder / PROVENANCE, ModelError, f"remove {folder}")
     head = _head(plan, base, license_keys, adapter)
     _, _, name_on_hub = to.rpartition("/")
@@ -75,7 +79,7 @@ def card(run_dir: Path, plan: Plan, folder: Path, to: str, adapter: bool) -> str
         sources=_sources(config),
         counts=_counts(plan.data),
         notes=_notes(plan),
-        measured=_measured(events, origin.get("step")),
+        measured=_describe_measurements(events, origin.get("step")),
         file=f"{run_name}.yaml",
         config=write_yaml(changed_keys),
         strategy=strategy_name(plan),
@@ -90,12 +94,12 @@ def card(run_dir: Path, plan: Plan, folder: Path, to: str, adapter: bool) -> str
 def _head(
     plan: Plan, base: str | None, license_keys: dict[str, Any], adapter: bool
 ) -> dict[str, Any]:
-    """Return the keys for the hub, which it shows and searches by.
+    """Return the keys of the card's YAML, which the hub shows and searches by.
 
     Args:
-        plan: Of the run.
+        plan: The run's plan.
         base: The model that training started from; None: random weights.
-        license_keys: Of the base's card.
+        license_keys: Keys of the license, from the base's card.
         adapter: Whether the export has only the adapter.
     """
     config = plan.config
@@ -125,7 +129,7 @@ def _head(
 
 
 def _form(config: Config, adapter: bool) -> str:
-    """Return what the export holds. `adapter`: it has only the adapter."""
+    """Return what the export holds, as text. `adapter`: whether it has only the adapter."""
     if adapter:
         return "the adapter alone, for PEFT"
     if config.adapter.kind == "lora":
@@ -159,9 +163,10 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _shorten_paths_of_plan(text: str, plan: Plan) -> str:
-    """Return a text with paths of this machine shortened.
+    """Return a text in which each path of this machine is cut to its last name.
 
-    Paths of the plan come first: they may have spaces, so no pattern would find their ends.
+    Paths that the plan has are replaced first: they may have spaces, so no pattern would find their
+    ends.
     """
     values = plan.model_dump(mode="json")
     # The longest first: one path may be the start of another.
@@ -173,7 +178,10 @@ def _shorten_paths_of_plan(text: str, plan: Plan) -> str:
 
 
 def _counts(data: DataPlan | None) -> str | None:
-    """Return how much data the run had; samples of a module of the user's own have no tokens."""
+    """Return a line with how much data the run had; None if the plan has no data.
+
+    Samples of a module of the user's own have no tokens.
+    """
     if data is None:
         return None
     tokens = ""
@@ -194,11 +202,11 @@ class MeasuredText:
     cost: str | None
 
 
-def _measured(events: list[Event], exported: Any) -> MeasuredText:
-    """Return held-out metrics before training and of the exported step, and the run's cost.
+def _describe_measurements(events: list[Event], exported: Any) -> MeasuredText:
+    """Return held-out metrics of the first evaluation and of the exported step, and the run's cost.
 
     Args:
-        events: Of the run.
+        events: The run's events.
         exported: The step of the exported checkpoint; anything else if the export does not know it.
     """
     # A step that a resumed run has done again counts once, by its last event.
@@ -248,9 +256,9 @@ def _metric_rows(evals: list[Eval]) -> list[tuple[str, ...]]:
 
 
 def base_of(plan: Plan) -> tuple[str | None, dict[str, Any]]:
-    """Return the model that training started from, and the license that its card names.
+    """Return the model that training started from, and the keys of the license in its card.
 
-    The model is an id of the hub, or the name of a folder without its place; None: random weights.
+    The model is an id of the hub, or the last name of a folder's path; None for random weights.
     """
     model = plan.config.model
     if model.init == "random" or model.id is None or plan.model_path is None:
@@ -269,9 +277,9 @@ def license_of(readme: Path | None, name: str, revision: str | None) -> dict[str
     """Return the keys of LICENSE in a model's card; {} if it cannot be read or names no license.
 
     Args:
-        readme: The card; None: that of the hub's model `name`.
+        readme: The card's file; None: the card of the hub's model `name`.
         name: An id of the hub.
-        revision: Of the hub's model.
+        revision: The revision of the hub's model.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.repocard import metadata_load
@@ -317,7 +325,7 @@ def shorten_paths(value: Any) -> Any:
         return [shorten_paths(inner) for inner in value]
     if not isinstance(value, str):
         return value
-    start = LOCAL.match(value)
+    start = LOCAL_FOLDER.match(value)
     # A second path or an option after a space means that this is a command, not one path.
     if start is None or re.search(r"\n|\s[/~-]", value):
         return _shorten_plain_paths(value)
@@ -328,8 +336,8 @@ def shorten_paths(value: Any) -> Any:
 def _shorten_plain_paths(text: str) -> str:
     """Return a text in which each path of this machine without spaces is cut to its last name."""
     # More folders, and then the name that stays.
-    whole_path = LOCAL.pattern + r"(?:[^\s/'\"]+/)*([^\s/'\"]+)"
-    return re.sub(whole_path, r"\g<scheme>…/\2", text)
+    whole_path = LOCAL_FOLDER.pattern + r"(?:[^\s/'\"]+/)*(?P<name>[^\s/'\"]+)"
+    return re.sub(whole_path, r"\g<scheme>…/\g<name>", text)
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -347,8 +355,8 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _source(source: Any) -> str:
-    """Return the name of a source of rows, and never a folder of this machine."""
-    # Kinds of sources have different fields; the most telling one counts.
+    """Return the name of a source of rows, in backticks, without folders of this machine."""
+    # Kinds of sources have different fields. The first of these that it has counts.
     tasks = ", ".join(getattr(source, "tasks", ()))
     name = getattr(source, "id", None) or tasks or getattr(source, "path", None) or source.label
     public_name = str(shorten_paths(str(name)))
@@ -363,7 +371,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _number(value: Any) -> str:
-    """Return a number with four digits, and a dash for anything else."""
+    """Return a number as text with four digits; a dash for anything else."""
     if isinstance(value, int | float):
         return f"{value:.4g}"
     return "–"

@@ -1,8 +1,8 @@
 """`drumline eval`: score a checkpoint on held-out rows, on held-out prompts, or in lm-eval's tasks.
 
 `evaluate` computes the metrics that training computes, by the same loop and under the same
-strategy. `answers` generates answers to held-out prompts in this process. `score_with_lm_eval` lets
-lm-eval score a model. Each writes a section of RUN/eval.json.
+strategy. `answer_held_out_prompts` generates answers to held-out prompts in this process.
+`score_with_lm_eval` lets lm-eval score a model. Each writes a section of RUN/eval.json.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -63,20 +63,20 @@ from drumline.train.setup import EVAL_RESULTS, Request, make_plan
 from drumline.train.tasks import harness_errors, metrics_of
 from drumline.version import __version__
 
-# Overrides under which an evaluation leaves nothing but its result: it is not restarted, reports to no
+# Overrides of an evaluation, which leaves nothing but its result: it is not restarted, reports to no
 # tracker, and copies no checkpoint to a URL, to other hosts or to memory.
-ALONE = [
+EVALUATION_OVERRIDES = [
     "launch.max_restarts=0",
     "run.report_to=[]",
     "checkpoint.url=null",
     "checkpoint.replicas=0",
     "checkpoint.in_memory_every=null",
 ]
-# Sequences of a batch of prompts that are answered.
+# Prompts that are answered together.
 ANSWER_BATCH = 16
 # The most answers that eval.json keeps.
 SHOWN = 20
-# Requests of a batch of lm-eval.
+# Requests that lm-eval computes together.
 LM_EVAL_BATCH = 8
 YAML = (".yaml", ".yml")
 TRUSTED = "model.trust_remote_code=true"
@@ -103,34 +103,23 @@ def evaluate(
         raise UserError(what, where=str(launcher), fix="call it by itself")
     plan, weights, run_dir = plan_evaluation(config_path, overrides, place)
     began = time.time()
-    # Ranks leave the run folder alone; this folder is kept if they fail.
-    scratch = Path(tempfile.mkdtemp(prefix="drumline-eval-"))
-    (scratch / "checkpoints").mkdir()
-    scratch_plan = plan.model_copy(update={"run_dir": str(scratch)})
-    plan_file = scratch / "plan.json"
-    scratch_plan.save(plan_file)
     checkpoint = None
     if weights.checkpoint is not None:
         checkpoint = str(weights.checkpoint)
-    events: list[Event] = []
-    with ExitStack() as at_end:
-        at_end.callback(shutil.rmtree, scratch, ignore_errors=True)
-        exit_code = launch(
-            scratch_plan,
-            plan_file,
-            checkpoint,
-            events.append,
-            "drumline.inference.rank",
-            trial=True,
-            ranks=LocalRanks.of_plan(scratch_plan, early),
-        )
-        if exit_code != 0:
-            # Its logs say why: forget to remove the folder.
-            at_end.pop_all()
-            return exit_code
+    # The ranks write here, and leave the run folder alone.
+    scratch = Path(tempfile.mkdtemp(prefix="drumline-eval-"))
+    try:
+        exit_code, events = _run_ranks(plan, scratch, checkpoint, early)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    # If the ranks failed, or measured nothing, their logs in the folder say why, so it is kept.
+    if exit_code != 0:
+        return exit_code
     evals = [event for event in events if isinstance(event, Eval)]
     if not evals:
         raise DrumlineError("the ranks ended without a metric", where=str(scratch))
+    shutil.rmtree(scratch, ignore_errors=True)
     found = evals[-1]
     result = {
         "weights": weights.origin,
@@ -151,6 +140,27 @@ def evaluate(
         )
     write_section(run_dir, "held_out", result)
     return 0
+
+
+def _run_ranks(
+    plan: Plan, scratch: Path, checkpoint: str | None, early: EarlyRanks | None
+) -> tuple[int, list[Event]]:
+    """Evaluate on the plan's ranks, which write to `scratch`. Return their exit code and events."""
+    (scratch / "checkpoints").mkdir()
+    scratch_plan = plan.model_copy(update={"run_dir": str(scratch)})
+    plan_file = scratch / "plan.json"
+    scratch_plan.save(plan_file)
+    events: list[Event] = []
+    exit_code = launch(
+        scratch_plan,
+        plan_file,
+        checkpoint,
+        events.append,
+        "drumline.inference.rank",
+        trial=True,
+        ranks=LocalRanks.of_plan(scratch_plan, early),
+    )
+    return exit_code, events
 
 
 @contextmanager
@@ -176,7 +186,7 @@ def _url_of_run(config_path: Path, overrides: list[str]) -> str | None:
 
     Else return None.
     """
-    config = load(config_path, overrides, trusted=False).config
+    config = _load_untrusted(config_path, overrides).config
     url = config.checkpoint.url
     # The run folder is asked first: the URL costs a request.
     if url is None or best_or_newest(run_folder(config_path, overrides)) is not None:
@@ -194,7 +204,7 @@ def plan_evaluation(
     Raises ConfigError if there is no held-out set.
     """
     run_dir = run_folder(config_path, overrides)
-    weights = find_weights(config_path, [*overrides, *ALONE], place, run_dir)
+    weights = find_weights(config_path, [*overrides, *EVALUATION_OVERRIDES], place, run_dir)
     config = weights.loaded.config
     config = config.model_copy(update={"eval": config.eval.of_metrics()})
     request = Request(replace(weights.loaded, config=config))
@@ -225,8 +235,16 @@ def _require_head(plan: Plan, where: str) -> None:
 
 def run_folder(config_path: Path, overrides: list[str]) -> Path:
     """Return the run folder of `drumline train` with the same config and overrides."""
-    loaded = load(config_path, overrides)
+    loaded = _load_untrusted(config_path, overrides)
     return Path(loaded.config.run.dir or default_run_dir(loaded.path))
+
+
+def _load_untrusted(config_path: Path, overrides: list[str]) -> Loaded:
+    """Return a config, which only an override can allow to run code of its own.
+
+    It may be that of a run folder that somebody else made.
+    """
+    return load(config_path, overrides, trusted=False)
 
 
 @dataclass(frozen=True)
@@ -255,7 +273,7 @@ def find_weights(
 
     Raises CheckpointError for a place that is none of them.
     """
-    loaded = load(config_path, overrides, trusted=False)
+    loaded = _load_untrusted(config_path, overrides)
     if place is None or (place / "plan.json").exists():
         return _weights_of_run(loaded, place, run_dir)
     if (place / "config.json").exists():
@@ -270,7 +288,7 @@ def find_weights(
         ]
         if (place / "tokenizer_config.json").exists():
             own += ["model.tokenizer=null", "model.new_tokens=[]"]
-        own_loaded = load(config_path, [*overrides, *own], trusted=False)
+        own_loaded = _load_untrusted(config_path, [*overrides, *own])
         return EvaluatedWeights(own_loaded, None, str(place))
     check(place, verify=False, collective=False)
     return EvaluatedWeights(loaded, place, str(place))
@@ -343,12 +361,14 @@ class HeldOutPrompt:
 
     tokens: list[int]
     answer: str
-    # What the verifier of a task needs; empty for a row of data.
+    # The columns that the verifier of a task reads; empty for a row of data.
     meta: dict[str, Any] = field(default_factory=dict)
 
 
-def answers(config_path: Path, overrides: list[str], place: Path | None, number: int) -> int:
-    """Answer `number` held-out prompts greedily, and return the exit code.
+def answer_held_out_prompts(
+    config_path: Path, overrides: list[str], place: Path | None, number: int
+) -> int:
+    """Answer held-out prompts greedily in this process, and return the exit code.
 
     It prints metrics and writes the section `generated` of RUN/eval.json. The metrics have how many
     answers are the row's word for word. If the prompts are tasks of reasoning-gym, they also have
@@ -358,7 +378,7 @@ def answers(config_path: Path, overrides: list[str], place: Path | None, number:
         config_path: A config, or the folder of a run.
         overrides: As on the command line.
         place: The weights; see `find_weights`.
-        number: Of prompts, from the first on.
+        number: How many prompts are answered, from the first on.
     """
     plan, weights, run_dir = plan_evaluation(config_path, overrides, place)
     _require_answers(plan)
@@ -366,21 +386,22 @@ def answers(config_path: Path, overrides: list[str], place: Path | None, number:
     model = open_plan(plan, weights.checkpoint)
     base_dir = Path(plan.base_dir)
     max_length = plan.config.data.max_length
-    first_questions = islice(_read_prompts(plan, model, base_dir), number)
-    questions = drop_full_prompts(first_questions, max_length)
-    prompts = [question.tokens for question in questions]
+    first_prompts = islice(_read_prompts(plan, model, base_dir), number)
+    prompts = drop_too_long_prompts(first_prompts, max_length)
     texts = []
     completions = []
-    for text, completion in complete_prompts(model, prompts, max_length):
+    for text, completion in complete_prompts(
+        model, [prompt.tokens for prompt in prompts], max_length
+    ):
         texts.append(text)
         completions.append(completion)
-    metrics = _answer_metrics(questions, texts, completions)
-    if all(question.meta for question in questions):
-        metrics |= _verifier_metrics(questions, texts, base_dir)
-    show(f"{weights.origin} on {len(questions)} held-out prompts, answered greedily", metrics)
+    metrics = _answer_metrics(prompts, texts, completions)
+    if all(prompt.meta for prompt in prompts):
+        metrics |= _verifier_metrics(prompts, texts, base_dir)
+    show(f"{weights.origin} on {len(prompts)} held-out prompts, answered greedily", metrics)
     shown = []
-    for text, question in zip(texts[:SHOWN], questions[:SHOWN], strict=True):
-        shown.append({"answer": text, "right": question.answer})
+    for text, prompt in zip(texts[:SHOWN], prompts[:SHOWN], strict=True):
+        shown.append({"answer": text, "right": prompt.answer})
     result = {
         "weights": weights.origin,
         "seconds": time.time() - began,
@@ -405,17 +426,17 @@ def _require_answers(plan: Plan) -> None:
 
 
 def _answer_metrics(
-    questions: list[HeldOutPrompt], texts: list[str], completions: list[Completion]
+    prompts: list[HeldOutPrompt], texts: list[str], completions: list[Completion]
 ) -> dict[str, float]:
     """Return the metrics of answers.
 
-    `exact`: the share that is the right one word for word. `ended`: the share that ended by itself.
-    `tokens`: the mean length in tokens.
+    `exact`: the share of answers that are the right one word for word. `ended`: the share that
+    ended by itself. `tokens`: the mean length in tokens.
     """
-    number = len(questions)
+    number = len(prompts)
     exact = 0
-    for text, question in zip(texts, questions, strict=True):
-        if text.strip() == question.answer.strip():
+    for text, prompt in zip(texts, prompts, strict=True):
+        if text.strip() == prompt.answer.strip():
             exact += 1
     ended = sum(completion.ended for completion in completions)
     tokens = sum(len(completion.tokens) for completion in completions)
@@ -423,13 +444,17 @@ def _answer_metrics(
 
 
 def _verifier_metrics(
-    questions: list[HeldOutPrompt], texts: list[str], base_dir: Path
+    prompts: list[HeldOutPrompt], texts: list[str], base_dir: Path
 ) -> dict[str, float]:
-    """Return the mean reward of the tasks' verifiers, and the share of answers that they fail on."""
+    """Return the metrics of answers to tasks, all of which have a verifier.
+
+    `verified`: the mean reward of the verifiers. `reward_failed`: the share of answers that they
+    fail on, which are not in the mean.
+    """
     items = []
-    for text, question in zip(texts, questions, strict=True):
+    for text, prompt in zip(texts, prompts, strict=True):
         # A verifier reads neither the prompt nor the number of tokens.
-        items.append(Item("", text, 0, question.meta))
+        items.append(Item("", text, 0, prompt.meta))
     with Rewards([TaskReward()], base_dir) as rewards:
         scores = rewards.score(items)
     known = [score.value for score in scores if score.applies and not score.failures]
@@ -440,18 +465,18 @@ def _verifier_metrics(
     return metrics
 
 
-def drop_full_prompts(found: Iterable[HeldOutPrompt], max_length: int) -> list[HeldOutPrompt]:
-    """Return the questions that leave room for an answer. Prints how many do not.
+def drop_too_long_prompts(found: Iterable[HeldOutPrompt], max_length: int) -> list[HeldOutPrompt]:
+    """Return the prompts that leave room for an answer. Prints how many do not.
 
-    Raises DataError if none does.
+    `max_length`: the most tokens of a prompt and its answer. Raises DataError if no prompt is left.
     """
-    questions = list(found)
-    if not questions:
+    prompts = list(found)
+    if not prompts:
         what = "no held-out row has a prompt before its answer"
         raise DataError(what, where="data.eval", fix="leave --generate out")
-    kept = [question for question in questions if len(question.tokens) < max_length]
-    lost = len(questions) - len(kept)
-    what = f"{lost} of {len(questions)} held-out prompts leave no room for an answer within data.max_length {max_length}"
+    kept = [prompt for prompt in prompts if len(prompt.tokens) < max_length]
+    lost = len(prompts) - len(kept)
+    what = f"{lost} of {len(prompts)} held-out prompts leave no room for an answer within data.max_length {max_length}"
     if not kept:
         raise DataError(what, where="data.eval", fix="raise data.max_length")
     if lost > 0:
@@ -466,53 +491,60 @@ def complete_prompts(
 ) -> list[tuple[str, Completion]]:
     """Return text and tokens of the greedy answer to each prompt, in the prompts' order.
 
-    A prompt and its answer have at most `max_length` tokens; an answer that is cut there has not
-    ended. Prompts with similar room are answered together, by the largest room of these: no row may
-    pass the model's positions.
+    `prompts`: the tokens of each. `max_length`: the most tokens of a prompt and its answer; an
+    answer that is cut there has not ended.
+
+    Prompts whose answers may have about the same length are answered together, up to the longest of
+    these. No sequence may pass the model's positions.
     """
-    rooms = [max_length - len(prompt) for prompt in prompts]
-    # Positions of the model beyond `max_length`. A model that names no number has no limit.
+    # The most tokens of each answer.
+    limits = [max_length - len(prompt) for prompt in prompts]
+    # A model that names no number of positions has no limit.
     model_positions = positions(model.module) or 2 * max_length
-    spare = max(0, model_positions - max_length)
+    spare_positions = max(0, model_positions - max_length)
     done: dict[int, tuple[str, Completion]] = {}
-    for group in _groups_by_room(rooms, spare):
-        largest_room = rooms[group[-1]]
-        greedy = HFGenerator(top_k=1, max_new_tokens=largest_room, batch=ANSWER_BATCH)
+    for group in _group_by_limit(limits, spare_positions):
+        largest_limit = limits[group[-1]]
+        greedy = HFGenerator(top_k=1, max_new_tokens=largest_limit, batch=ANSWER_BATCH)
         prompts_of_group = [prompts[index] for index in group]
-        answers_of_group = model.complete(prompts_of_group, greedy, 0)
-        for index, (text, answer) in zip(group, answers_of_group, strict=True):
-            room = rooms[index]
-            # The generator knows only the largest room.
-            if len(answer.tokens) > room:
-                answer = Completion(answer.tokens[:room], answer.log_probs[:room], False)
+        answers = model.complete(prompts_of_group, greedy, 0)
+        for index, (text, answer) in zip(group, answers, strict=True):
+            limit = limits[index]
+            # The generator knows only the largest limit.
+            if len(answer.tokens) > limit:
+                answer = Completion(answer.tokens[:limit], answer.log_probs[:limit], False)
                 text = model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
             done[index] = (text, answer)
     return [done[index] for index in range(len(prompts))]
 
 
-def _groups_by_room(rooms: list[int], spare: int) -> list[list[int]]:
-    """Return the indices of `rooms` in groups of similar room, the smallest room first.
+def _group_by_limit(limits: list[int], spare_positions: int) -> list[list[int]]:
+    """Return the indices of prompts in groups with similar limits, the smallest limit first.
 
-    The largest room of a group is at most twice its smallest, so that little is generated in vain,
-    and at most `spare` tokens more, so that the longest prompt of the group has positions for it.
+    The largest limit of a group is at most twice its smallest, so that little is generated in vain,
+    and at most `spare_positions` more, so that the longest prompt of the group has positions for
+    it.
+
+    `limits`: the most tokens of each answer. `spare_positions`: the model's positions beyond the
+    most tokens of a prompt and its answer.
     """
     groups: list[list[int]] = []
     smallest = 0
-    for index in sorted(range(len(rooms)), key=rooms.__getitem__):
-        room = rooms[index]
-        # The first prompt opens a group, since every prompt has room for a token.
-        if room > min(2 * smallest, smallest + spare):
+    for index in sorted(range(len(limits)), key=limits.__getitem__):
+        limit = limits[index]
+        # The first prompt opens a group, since every answer may have a token.
+        if limit > min(2 * smallest, smallest + spare_positions):
             groups.append([])
-            smallest = room
+            smallest = limit
         groups[-1].append(index)
     return groups
 
 
 def _read_prompts(plan: Plan, model: Model, base_dir: Path) -> Iterator[HeldOutPrompt]:
-    """Yield the held-out questions.
+    """Yield the held-out prompts.
 
-    If all of data.eval is tasks, they have what the tasks' verifiers need. Otherwise the question
-    of a held-out row is all that stands before its last answer.
+    If all of data.eval is tasks, they have what the tasks' verifiers need. Otherwise the prompt of
+    a held-out row is all that stands before its last answer.
     """
     data = plan.config.data
     if data.eval and all(isinstance(source, TasksSource) for source in data.eval):
@@ -551,10 +583,11 @@ def score_with_lm_eval(
 ) -> int:
     """Score a model in lm-eval's tasks, and return the exit code.
 
-    It prints a table, and writes the section `lm_eval` of RUN/eval.json if there is a run.
+    It prints a table, and writes the section `lm_eval` of RUN/eval.json if `config_path` is a config
+    or a run, whichever weights are scored.
 
     Args:
-        config_path: A config, the folder of a run, or any folder that `model_of` takes.
+        config_path: A config, the folder of a run, or any folder that `lm_eval_model` takes.
         overrides: As on the command line.
         place: The weights; None: those of the config's run, or of the folder itself.
         tasks: By lm-eval's names.
@@ -576,7 +609,7 @@ def score_with_lm_eval(
         raise CheckpointError(what, where=str(source), fix=fix)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     began = time.time()
-    model = model_of(source, TRUSTED in overrides)
+    model = lm_eval_model(source, TRUSTED in overrides)
     results = _run_lm_eval(model, list(tasks), limit, include_path)
     metrics = {}
     for task, values in results.items():
@@ -584,18 +617,17 @@ def score_with_lm_eval(
             metrics[f"{task} {name}"] = value
     show(f"{source} by lm-eval", metrics)
     # A folder that is no run gets no eval.json.
-    target = own_folder if is_config else source
-    if target != source or (source / "plan.json").exists():
+    if is_config or (own_folder / "plan.json").exists():
         result = {"seconds": time.time() - began, "limit": limit, "tasks": results}
-        write_section(target, "lm_eval", result)
+        write_section(own_folder, "lm_eval", result)
     return 0
 
 
-def model_of(source: Path, trust: bool = False) -> dict[str, Any]:
-    """Return the arguments by which lm-eval takes a model.
+def lm_eval_model(source: Path, trust: bool = False) -> dict[str, Any]:
+    """Return keyword arguments of lm-eval's class HFLM that name a model.
 
-    lm-eval loads the folder of an export itself. Of a checkpoint, or of a run that has no export, it
-    gets the model in memory.
+    For an export, `pretrained` is the name of its folder, which lm-eval loads itself. For a
+    checkpoint, or a run that has no export, it is the module in memory.
 
     Args:
         source: A run folder, a checkpoint, or a Hugging Face folder.
@@ -624,7 +656,11 @@ def model_of(source: Path, trust: bool = False) -> dict[str, Any]:
 def _run_lm_eval(
     model: dict[str, Any], tasks: list[str], limit: int | None, include_path: Path | None
 ) -> dict[str, dict[str, float]]:
-    """Return task → metric → value, by lm-eval. `model`: as `model_of` returns it."""
+    """Return task → metric → value, by lm-eval.
+
+    `model`: as `lm_eval_model` returns it. lm-eval makes its own object from the name of a folder,
+    and takes a module in an object made here.
+    """
     # An optional package.
     import lm_eval
     from lm_eval.models.huggingface import HFLM

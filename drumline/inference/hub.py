@@ -1,8 +1,8 @@
-"""`drumline push`: a run's export and its model card, to a hub of Hugging Face, in one commit."""
+"""`drumline push`: send a run's export and its model card to Hugging Face's hub, in one commit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from drumline.errors import EnvironmentFault, UserError, printable
 from drumline.foreign import first_line
-from drumline.inference.card import card
+from drumline.inference.card import model_card
 from drumline.models.export import PROVENANCE, find_or_export
 from drumline.plan.explain import size
 from drumline.plan.plan import Plan
@@ -19,12 +19,12 @@ from drumline.report.bars import bars
 from drumline.system.redact import REDACTED
 
 LOGIN = "`hf auth login`, or set HF_TOKEN to a token that may write"
-# The ends of the names of files that an earlier export may have left in the repository.
+# Suffixes of the weights that an earlier export may have left in the repository.
 WEIGHTS = (".safetensors", ".safetensors.index.json", "adapter_config.json")
 
 
 def push(run: Path, to: str, private: bool, adapter: bool, dry_run: bool, trust: bool) -> None:
-    """Export RUN unless that is done, and send it to the repository `to`.
+    """Send the export of a run to the repository `to`. A run without an export is exported first.
 
     Args:
         run: The run folder.
@@ -55,31 +55,35 @@ def push(run: Path, to: str, private: bool, adapter: bool, dry_run: bool, trust:
     with bars(Console(stderr=True)) as on_progress:
         folder = find_or_export(run, adapter, on_progress, trust)
     plan = Plan.load(run / "plan.json", trust)
-    text = card(run, plan, folder, to, adapter)
-    card_bytes = text.encode()
-    files = {}
+    text = model_card(run, plan, folder, to, adapter)
+    # Name in the repository → path or content.
+    contents: dict[str, Path | bytes] = {}
     for path in sorted(folder.rglob("*")):
         # The provenance names paths of this machine; the card has what others need of it.
         if path.is_file() and path.name != PROVENANCE:
-            files[str(path.relative_to(folder))] = path
+            contents[str(path.relative_to(folder))] = path
+    contents["README.md"] = text.encode()
     # False keeps the client from taking the token that is stored on this machine.
     api = HfApi(token=token or False)
     if dry_run:
-        for name, path in files.items():
-            file_size = size(path.stat().st_size)
-            print(f"{file_size:>12}  {name}")
-        print(f"{size(len(card_bytes)):>12}  README.md\n")
+        for name, content in contents.items():
+            if isinstance(content, bytes):
+                byte_count = len(content)
+            else:
+                byte_count = content.stat().st_size
+            print(f"{size(byte_count):>12}  {name}")
+        print()
         print(printable(text))
         print(f"nothing was sent to {api.endpoint}/{to}")
         return
     with _hub_errors(token):
-        contents = {**files, "README.md": card_bytes}
         url = _send(api, to, private, contents, run.resolve().name)
-    number = len(files) + 1
-    print(f"sent {number} files to {url}")
+    print(f"sent {len(contents)} files to {url}")
 
 
-def _send(api: Any, to: str, private: bool, files: dict[str, Any], name: str) -> str:
+def _send(
+    api: Any, to: str, private: bool, contents: Mapping[str, Path | bytes], run_name: str
+) -> str:
     """Send files in one commit, and return the address of the repository.
 
     Weights of an earlier commit that are not among the files are deleted, so that nobody loads them
@@ -89,8 +93,8 @@ def _send(api: Any, to: str, private: bool, files: dict[str, Any], name: str) ->
         api: The hub's client.
         to: ORG/NAME on the hub.
         private: Whether the repository must be private.
-        files: Name in the repository → path or content.
-        name: Of the run, for the message of the commit.
+        contents: Name in the repository → path or content.
+        run_name: For the message of the commit.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
@@ -102,15 +106,16 @@ def _send(api: Any, to: str, private: bool, files: dict[str, Any], name: str) ->
         fix = "make it private on its page, name another, or leave --private out"
         raise UserError(what, where=to, fix=fix)
     operations: list[Any] = []
-    for path, content in files.items():
-        if not isinstance(content, bytes):
-            content = str(content)
-        operations.append(CommitOperationAdd(path, content))
+    for name, content in contents.items():
+        if isinstance(content, bytes):
+            operations.append(CommitOperationAdd(name, content))
+        else:
+            operations.append(CommitOperationAdd(name, str(content)))
     old_names = {sibling.rfilename for sibling in repository.siblings or ()}
-    for old_name in sorted(old_names - files.keys()):
+    for old_name in sorted(old_names - contents.keys()):
         if old_name.endswith(WEIGHTS):
             operations.append(CommitOperationDelete(old_name))
-    api.create_commit(to, operations, commit_message=f"{name}, by drumline push")
+    api.create_commit(to, operations, commit_message=f"{run_name}, by drumline push")
     return str(url)
 
 
@@ -118,11 +123,11 @@ def _send(api: Any, to: str, private: bool, files: dict[str, Any], name: str) ->
 def _hub_errors(
     token: str | None, kind: type[UserError] = EnvironmentFault, where: str = "", fix: str = ""
 ) -> Iterator[None]:
-    """Within the context an error of the hub's client becomes a line without the token.
+    """Turn errors of the hub's client inside the block into one line without the token.
 
     Args:
-        token: It may lie in a file, which `redact` does not know.
-        kind: The class of the error.
+        token: The token, or None. It may come from a file, which `redact` does not read.
+        kind: The class of the error to raise.
         where: The error's place; the hub's address if it is empty.
         fix: The error's fix; a usual one if it is empty.
     """

@@ -1,7 +1,8 @@
 """A trained model in memory, to chat with and to generate with.
 
 It comes from a run, an exported folder, the hub or a package. `drumline.load` returns it in Python.
-`drumline chat` talks with it in a terminal: answers go to standard output, all else to standard error.
+`drumline chat` talks with it in a terminal: answers go to standard output, everything else to
+standard error.
 """
 
 from __future__ import annotations
@@ -41,15 +42,16 @@ from drumline.plan.out_of_memory import memory_errors
 from drumline.plan.plan import Plan
 from drumline.report.bars import OnProgress, bars, stderr_bars
 from drumline.rl.generate import Completion, HFGenerator, Request, end_tokens
-from drumline.system.process import uncollected
+from drumline.system.process import pause_garbage_collection
 from drumline.system.signals import CtrlC
 from drumline.train.run import Run
 
 COMMANDS = "/exit or Ctrl-D leaves, /clear starts a new conversation, Ctrl-C stops an answer"
-# Unset options of sampling. A model's own generation config may set them, and greedy decoding would
-# warn of them.
+# The options of sampling, unset. A model's own generation config may set them, and transformers would
+# warn of them in greedy decoding.
 NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None}
-# A model may write what a terminal takes for a command; line breaks and tabs are text.
+# Control characters in a model's text, which a terminal could take for commands. Line breaks and tabs
+# are text.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 Message = dict[str, str]
 
@@ -66,30 +68,31 @@ def load(
         trust_remote_code: Run code that comes with the model.
         display: Show progress.
 
-    Raises ModelError for a model that does not write text, CheckpointError for a run that saved
-    nothing.
+    Raises ModelError for a classifier or a reward model of transformers, CheckpointError for a run
+    that saved nothing. A module of your own is returned, and its `chat` and `generate` raise
+    ModelError.
     """
-    where: str | Path
     if isinstance(place, Run):
-        where = place.dir
+        where = os.fspath(place.dir)
     else:
-        where = place
-    path = Path(where) / "plan.json"
-    if path.is_file():
-        plan = Plan.load(path, trust_remote_code)
+        where = os.fspath(place)
+    plan_file = expanded(where) / "plan.json"
+    if plan_file.is_file():
+        plan = Plan.load(plan_file, trust_remote_code)
         if plan.config.has_own_module:
-            return _load_own_module(plan, path.parent, str(where), trust_remote_code)
+            return _load_own_module(plan, plan_file.parent, where, trust_remote_code)
     with stderr_bars(display) as on_progress:
-        return open_model(os.fspath(where), on_progress, trust_remote_code)
+        return open_model(where, on_progress, trust_remote_code)
 
 
 def _load_own_module(plan: Plan, run_dir: Path, where: str, trust_remote_code: bool) -> Model:
-    """Return the module of the user's own that a run has trained, from its best checkpoint.
+    """Return the module of a run that trained a module of the user's own, from its best checkpoint.
 
-    Raises ModelError if it is built by a file beside the config, and the caller does not trust it.
+    Raises ModelError if a file beside the config builds it, and `trust_remote_code` is False.
     """
     builder = plan.config.model.builder or ""
-    # FILE.py:NAME. A builder without a file is of an installed package, which the user has chosen.
+    # A builder FILE.py:NAME lies beside the config. Any other is that of an installed package, which
+    # the user has chosen.
     is_in_file = ":" in builder
     if is_in_file and not trust_remote_code:
         fix = f"read {builder}, then add trust_remote_code=True"
@@ -102,8 +105,8 @@ def _load_own_module(plan: Plan, run_dir: Path, where: str, trust_remote_code: b
 class Model:
     """A trained model and its tokenizer.
 
-    `module`: whole, on one device, in eval mode. `tokenizer`: None for a module of the user's own.
-    `origin`: its folder or id, for messages.
+    `module`: the torch module, whole, on one device, in eval mode. `tokenizer`: None for a module of
+    the user's own. `origin`: its folder or id, for messages.
     """
 
     module: Any
@@ -188,11 +191,11 @@ class Model:
     def complete(
         self, prompts: Iterable[list[int]], config: HFConfig, seed: int
     ) -> list[tuple[str, Completion]]:
-        """Return the text and tokens of the completion of each prompt, in order.
+        """Return the text and the tokens of each prompt's completion, in order.
 
         Args:
-            prompts: The tokens of each.
-            config: Of the generator.
+            prompts: The tokens of each prompt.
+            config: Options of the generator.
             seed: Draws depend on it and on the prompt's place among `prompts`.
         """
         requests = []
@@ -207,16 +210,16 @@ class Model:
         return completed
 
     def _require_text(self) -> None:
-        """Raise ModelError for a model that does not write text."""
+        """Raise ModelError for a module of the user's own, which has no tokenizer."""
         if self.tokenizer is None:
             what = "this module gives numbers, not text"
             raise ModelError(what, where=self.origin, fix="call `module` yourself")
 
 
 def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Model:
-    """Return the model of a run folder or of another place.
+    """Return the language model of a run, a folder, the hub or a package.
 
-    Of a run it is the export, else the best or newest checkpoint.
+    A run's model is read from its export, or without one from its best or newest checkpoint.
 
     Args:
         place: A run folder, a folder that transformers or PEFT reads, a hub id, or `package:NAME`.
@@ -260,7 +263,7 @@ def exported_folder(run: Path) -> Path | None:
 def open_plan(plan: Plan, checkpoint: Path | None) -> Model:
     """Return the plan's model with the weights of a checkpoint, which may be of another run.
 
-    Without a checkpoint it has the weights that training starts from.
+    If `checkpoint` is None, it has the weights that training starts from.
     """
     if checkpoint is not None:
         check(checkpoint, verify=True, collective=False)
@@ -275,9 +278,9 @@ def open_plan(plan: Plan, checkpoint: Path | None) -> Model:
 
 
 def _open_folder(source: str, trust_remote_code: bool) -> Model:
-    """Return the model of a folder or hub id that transformers reads.
+    """Return the model of a folder or hub id, by transformers.
 
-    A folder may also have an adapter alone, which is merged into its base. Raises ModelError.
+    A folder may also have only an adapter, which is merged into its base. Raises ModelError.
     """
     model = ModelConfig(id=source, trust_remote_code=trust_remote_code)
     adapter_file = Path(source) / ADAPTER
@@ -310,9 +313,9 @@ def _open_folder(source: str, trust_remote_code: bool) -> Model:
 
 
 def _grow_embeddings(base: Any, adapter: Path, tokenizer: Any) -> None:
-    """Give the base of an adapter as many rows of embeddings as it had in training.
+    """Grow the embeddings of an adapter's base to the number of rows that it had in training.
 
-    Without them the shapes of an adapter that was trained with added tokens do not fit.
+    An adapter that was trained with added tokens does not fit the base otherwise.
     """
     rows = len(tokenizer)
     provenance = adapter / PROVENANCE
@@ -369,18 +372,18 @@ def _place_on_device(model: Any) -> Any:
 def chat(
     place: str, max_new_tokens: int, temperature: float, system: str | None, trust: bool = False
 ) -> None:
-    """Read lines from standard input until it ends, and answer each.
+    """Answer each line of standard input, until it ends.
 
-    Piped input works the same, without a prompt sign and without the line of commands.
+    A terminal also shows the commands and a prompt sign.
 
     Args:
-        place: As of `open_model`.
+        place: The model; see `open_model`.
         max_new_tokens: An answer is cut after so many tokens.
         temperature: Of sampling; 0 takes the likeliest token each time.
         system: The text of a system message; None: no such message.
         trust: Run code that comes with the model.
     """
-    with uncollected(), bars(Console(stderr=True)) as on_progress:
+    with pause_garbage_collection(), bars(Console(stderr=True)) as on_progress:
         model = open_model(place, on_progress, trust)
     conversation = Conversation(model, max_new_tokens, temperature, system)
     if sys.stdin.isatty():
@@ -419,10 +422,14 @@ class Conversation:
         self.tokenizer = self.model.tokenizer
         self.has_template = bool(self.tokenizer.chat_template)
         if self.system is not None and not self.has_template:
-            what = "this model has no chat template, and so no place for it"
-            raise UserError(what, where="--system", fix="leave it out")
-        if self.max_new_tokens < 1 or not 0 <= self.temperature < math.inf:
-            raise UserError("max_new_tokens is 1 or more, and temperature 0 or more", where="chat")
+            what = "this model has no chat template, and so no place for a system message"
+            raise UserError(what, where="system", fix="leave it out")
+        if self.max_new_tokens < 1:
+            what = f"{self.max_new_tokens} given, 1 or more is wanted"
+            raise UserError(what, where="max_new_tokens")
+        if not 0 <= self.temperature < math.inf:
+            what = f"{self.temperature:g} given, a finite number of 0 or more is wanted"
+            raise UserError(what, where="temperature")
         text_config = self.module.config.get_text_config()
         positions = getattr(text_config, "max_position_embeddings", None)
         self.positions: int = positions or sys.maxsize
@@ -431,8 +438,9 @@ class Conversation:
     def answer(self, line: str) -> str:
         """Return the answer to a line. Both are added to `turns`.
 
-        The oldest turns are removed if they leave too few positions. Ctrl-C ends the answer early, and
-        the text up to there counts as the answer.
+        The oldest turns are removed if they leave the model fewer positions than `max_new_tokens`.
+        If the line alone leaves fewer, the answer is cut there. A line that leaves none is not
+        answered, and "" is returned. Ctrl-C ends the answer early, and the text up to there counts.
         """
         question = {"role": "user", "content": line}
         size = len(self._tokenize([question]))
@@ -454,19 +462,19 @@ class Conversation:
         try:
             self._generate(ids, printer)
         except KeyboardInterrupt:
-            printer.on_finalized_text(" …", stream_end=True)
+            printer.stop()
         answer = "".join(printer.answer)
         self.turns[:] = [*turns, {"role": "assistant", "content": answer}]
         return answer
 
     def _generate(self, ids: list[int], printer: Printer) -> None:
-        """Generate an answer to these tokens, and hand its text to `printer`."""
+        """Generate an answer to the tokens `ids`, and pass its text to `printer`."""
         sampling: dict[str, Any] = {"do_sample": False, **NO_SAMPLING}
         if self.temperature > 0:
             sampling = {"do_sample": True, "temperature": self.temperature}
         # There is one sequence, and so no padding. transformers warns if it is given no id for it.
         padding_id = self.tokenizer.pad_token_id
-        if not padding_id:
+        if padding_id is None:
             padding_id = self.ends[0] if self.ends else 0
         ids_BT = torch.tensor([ids], device=self.module.device)
         with torch.no_grad():
@@ -501,27 +509,42 @@ class Conversation:
 
 
 class Printer(TextStreamer):
-    """A streamer that keeps the text of an answer in `answer`, and prints it word by word."""
+    """A streamer that keeps the text of an answer in `answer`, and prints it word by word.
+
+    `show`: whether it prints.
+    """
 
     def __init__(self, tokenizer: Any, show: bool = True) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.show = show
         self.answer: list[str] = []
+        # What is printed behind the last word.
+        self.last_mark = "\n"
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.answer.append(text)
         if self.show:
-            print(CONTROLS.sub("�", text), end="\n" if stream_end else "", flush=True)
+            print(CONTROLS.sub("�", text), end=self.last_mark if stream_end else "", flush=True)
+
+    def stop(self) -> None:
+        """End an answer that was interrupted.
+
+        The last word is kept, though more might have followed. An ellipsis is printed, and is no
+        part of the answer.
+        """
+        self.last_mark = " …\n"
+        self.end()
 
 
 def _read_line() -> str | None:
-    """Return the next line of the user; None at the end.
+    """Return the next line of the user; None at the end of the input.
 
     Ctrl-C only shows how to leave, since there is nothing to stop.
     """
     sign = ""
     if sys.stdin.isatty():
-        import readline  # noqa: F401 — gives `input` its arrow keys
+        # Its import gives `input` its arrow keys.
+        import readline  # noqa: F401
 
         sign = "> "
     try:

@@ -1,4 +1,7 @@
-"""What each rank of `drumline eval` runs: `python -m drumline.inference.rank PLAN_JSON [--resume CHECKPOINT]`."""
+"""The program of each rank of `drumline eval`.
+
+python -m drumline.inference.rank PLAN_JSON [--resume CHECKPOINT]
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from drumline.train.state import Goodput
 
 
 def evaluate(plan: Plan, checkpoint: Resume | None) -> None:
-    """Evaluate once, as the training loop does, and write the metrics to the events."""
+    """Evaluate once, as the training loop does, and write the metrics to the run's events.
+
+    `checkpoint`: whose weights are evaluated; None: those that training starts from.
+    """
     ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
     reporter = MainReporter(plan) if ranks.rank == 0 else Reporter()
     # There is nothing to save, so the flag is not entered: a signal just ends the rank.

@@ -1,4 +1,7 @@
-"""`drumline serve`: a run's export behind an HTTP server with OpenAI's interface: vLLM where it is installed, else transformers' own."""
+"""`drumline serve`: serve a run's export over HTTP with OpenAI's interface.
+
+The server is vLLM if it is installed, else transformers' own.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,23 @@ from drumline.errors import EnvironmentFault, ModelError
 from drumline.launch.environment import listen
 from drumline.models.export import find_or_export, plan_of
 from drumline.report.bars import bars
-from drumline.system.process import Process, start_command, tied, wait_for_exit
+from drumline.system.process import Process, start_command, tied_arguments, wait_for_exit
 from drumline.system.signals import CtrlC
 
-# Seconds that the server has to end.
+# Seconds that the server has to end after SIGTERM.
 END_SECONDS = 10.0
-# A variable of huggingface_hub: it does not search for newer versions.
+# A variable that keeps huggingface_hub from searching for newer versions.
 NO_ADVICE = "HF_HUB_DISABLE_UPDATE_CHECK"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(run: Path, host: str, port: int, trust: bool) -> int:
-    """Export RUN unless that is done, and serve it until Ctrl-C.
+    """Serve the export of a run until Ctrl-C. A run without an export is exported first.
 
-    Returns 0 then, else the server's exit code. Raises EnvironmentFault for a port that is held and for
-    a server that is not installed, ModelError for a model that writes no text.
+    Returns 0 after Ctrl-C, else the server's exit code. Raises EnvironmentFault for a port that is
+    held and for a server that is not installed, ModelError for a model that writes no text.
+
+    `run`: the run folder. `trust`: run code that comes with the model.
     """
     plan = plan_of(run, trust)
     if not plan.config.algorithm.writes:
@@ -60,7 +65,7 @@ def serve(run: Path, host: str, port: int, trust: bool) -> int:
     )
     if host not in LOOPBACK:
         print(f"note: whoever reaches {host} may use it", file=sys.stderr)
-    command = [sys.executable, *tied(module, "serve", folder, *options)]
+    command = [sys.executable, *tied_arguments(module, "serve", folder, *options)]
     return _wait_for(start_command(command, server_environment(os.environ)))
 
 
@@ -69,17 +74,20 @@ def _is_installed(module: str) -> bool:
 
 
 def _make_hub_cache() -> None:
-    """Make the folder of the hub's cache: transformers' server lists the models in it, and fails if it is missing."""
+    """Make the folder of the hub's cache if it is missing.
+
+    transformers' server lists the models in it, and fails without it.
+    """
     from huggingface_hub.constants import HF_HUB_CACHE
 
     Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
 
 
 def server_environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the server, from ours.
+    """Return the environment of the server: ours, with NO_ADVICE.
 
-    `transformers serve` searches for a newer transformers and advises to install it, which may be newer
-    than Drumline works with. That is turned off, unless the user has set it.
+    `transformers serve` searches for a newer transformers and advises to install it, which may be
+    newer than Drumline works with. That is turned off, unless the user has set the variable.
     """
     return {NO_ADVICE: "1", **ours}
 

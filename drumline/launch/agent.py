@@ -47,7 +47,7 @@ from drumline.launch.watch import Watch
 from drumline.system.output import say
 from drumline.system.process import PIPE, SECRET_ON_STDIN, is_suspended, wait_for_exit
 from drumline.system.signals import LauncherSignals
-from drumline.system.sockets import for_store
+from drumline.system.sockets import detach_for_store
 
 # The agent would report each start and failure as well; the launcher reports it once.
 logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -87,7 +87,7 @@ def open_store(listener: socket.socket) -> TCPStore:
         port,
         is_master=True,
         wait_for_workers=False,
-        master_listen_fd=for_store(listener),
+        master_listen_fd=detach_for_store(listener),
         use_libuv=False,
     )
 
@@ -241,7 +241,7 @@ class Agent(LocalElasticAgent):
         # own.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
         groups = Groups.of_this_process()
-        kills = groups.oom_kills()
+        kills = groups.oom_kill_count()
         try:
             self.run()
         finally:
@@ -249,7 +249,7 @@ class Agent(LocalElasticAgent):
             self.meeting.shutdown()
             self.watch.close()
         # The kernel's counts before and after tell whether it killed a process for lack of memory.
-        seen = (kills, groups.oom_kills())
+        seen = (kills, groups.oom_kill_count())
         return [self._end(rank, code, seen) for rank, code in sorted(self._exitcodes().items())]
 
     def kill(self) -> None:

@@ -17,7 +17,7 @@ from typing import IO, Any, Self
 from drumline.config.config import Config
 from drumline.hardware.detect import likely_gpus, usable_cores
 from drumline.plan.resolve import default_processes
-from drumline.system.process import Early, in_a_fork, uncollected
+from drumline.system.process import EarlyRank, holds_in_fork, pause_garbage_collection
 
 THREADS = "OMP_NUM_THREADS"
 
@@ -40,7 +40,7 @@ class EarlyRanks:
             gpus = likely_gpus()
         number = default_processes(config, gpus)
         self.threads = users_threads or str(max(1, usable_cores() // number))
-        self.waiting: list[Early] = []
+        self.waiting: list[EarlyRank] = []
         if sys.platform != "linux" or threading.active_count() > 1 or "torch" in sys.modules:
             return
         if config.has_own_module:
@@ -49,7 +49,7 @@ class EarlyRanks:
             module = "drumline.train.preload"
         # Torch reads the number of threads as it is imported.
         os.environ[THREADS] = self.threads
-        with uncollected():
+        with pause_garbage_collection():
             importlib.import_module(module)
         if users_threads is None:
             del os.environ[THREADS]
@@ -58,7 +58,7 @@ class EarlyRanks:
         # What is imported by now is never garbage. A collection in a fork that looked at it would
         # copy the memory that the forks share.
         gc.freeze()
-        self.waiting += [Early() for _ in range(number)]
+        self.waiting += [EarlyRank() for _ in range(number)]
 
     def __enter__(self) -> Self:
         return self
@@ -114,4 +114,4 @@ def _can_forks_use_cuda() -> bool:
     """
     from drumline.vendor.torch import is_in_bad_fork
 
-    return in_a_fork(lambda: not is_in_bad_fork())
+    return holds_in_fork(lambda: not is_in_bad_fork())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.system.redact import plain
+from drumline.system.redact import redacted_json
 from drumline.telemetry.flight import SKIPPED_ONE, Entry, blame, describe, first_difference
 
 MAX_FRAMES = 6  # of each thread in a report
@@ -161,8 +161,8 @@ class Hang:
             if each.stacks:
                 stacks[str(each.rank)] = each.stacks
         error = _error(self.message, self.text())
-        error["hang"] = plain(event)
-        error["stacks"] = plain(stacks)
+        error["hang"] = redacted_json(event)
+        error["stacks"] = redacted_json(stacks)
         return error
 
     def _collective(self) -> str | None:
@@ -354,7 +354,7 @@ def gloo_abort_error(log: Path) -> dict[str, Any] | None:
     stacks, _, _ = threads.partition("\n\nExtension modules")
     message = f"the ranks begin different collectives: {sizes[1]} bytes came where this one waits for {sizes[2]}; see its stack and theirs"
     traceback = "\n".join(["innermost first:", *main_lines(stacks)])
-    return dict(plain(_error(message, traceback)))
+    return dict(redacted_json(_error(message, traceback)))
 
 
 def write_stacks(logs: Path, stacks: Mapping[str, str]) -> None:

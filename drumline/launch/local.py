@@ -29,9 +29,9 @@ from drumline.launch.postmortem import (
 from drumline.plan.explain import EXPORT_FAILED, way_to_export
 from drumline.plan.out_of_memory import OnOutOfMemory
 from drumline.plan.plan import Plan
-from drumline.system.files import is_own_checkpoint, numbered
+from drumline.system.files import is_own_checkpoint, numbered_entries
 from drumline.system.output import say
-from drumline.system.process import tied
+from drumline.system.process import tied_arguments
 from drumline.system.signals import LauncherSignals
 from drumline.telemetry.events import (
     Emit,
@@ -119,7 +119,7 @@ class LocalRanks:
         listener = listen(self.port)
         from drumline.launch.agent import Agent
 
-        command = tied(*rank_command)
+        command = tied_arguments(*rank_command)
         agent = Agent(command, self.nproc, listener, logs, signals, self.grace, self.early)
         return agent.attempt()
 
@@ -322,7 +322,7 @@ def furthest_step(run_dir: Path) -> int:
 
 def next_attempt(run_dir: Path) -> int:
     """Return the number of the next attempt, counted over all launches into a run folder."""
-    return max(numbered(run_dir / "logs", "attempt-"), default=-1) + 1
+    return max(numbered_entries(run_dir / "logs", "attempt-"), default=-1) + 1
 
 
 def progress_of_attempt(events_path: Path, events_before: int) -> tuple[int, int]:

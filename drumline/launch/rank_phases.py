@@ -58,11 +58,11 @@ def _read(path: Path) -> list[dict[str, Any]]:
     floats = memoryview(board).cast("d")
     now = time.monotonic()
     found = []
-    for rank, slot in enumerate(range(0, len(ints), heartbeat.SLOT)):
-        if not ints[slot + heartbeat.PID]:
+    for rank, first_word in enumerate(range(0, len(ints), heartbeat.RANK_WORDS)):
+        if not ints[first_word + heartbeat.PID]:
             continue
-        phase = heartbeat.PHASES[ints[slot + heartbeat.PHASE]]
-        step = ints[slot + heartbeat.STEP]
-        seconds = max(0.0, now - floats[slot + heartbeat.SINCE])
+        phase = heartbeat.PHASES[ints[first_word + heartbeat.PHASE]]
+        step = ints[first_word + heartbeat.STEP]
+        seconds = max(0.0, now - floats[first_word + heartbeat.SINCE])
         found.append({"rank": rank, "phase": phase, "step": step, "seconds": round(seconds, 1)})
     return found

@@ -20,10 +20,10 @@ from drumline.foreign import open_plain, read_object
 from drumline.launch import lease
 from drumline.launch.slurm import queue
 from drumline.launch.submitted import notes, read_note, submitted_run
-from drumline.system.files import numbered
-from drumline.system.output import nobody_reads
+from drumline.system.files import numbered_entries
+from drumline.system.output import has_lost_reader
 from drumline.system.redact import redact
-from drumline.system.signals import LEFT, LauncherSignals
+from drumline.system.signals import EXIT_INTERRUPTED, LauncherSignals
 from drumline.telemetry.events import (
     Emit,
     Event,
@@ -227,7 +227,7 @@ def _print_logs(files: list[Path], rank: int | None) -> None:
 
 def _log_files(logs: Path) -> list[Path]:
     """Return the files of the newest attempt, rank by rank."""
-    attempts = numbered(logs, "attempt-")
+    attempts = numbered_entries(logs, "attempt-")
     if not attempts:
         return []
     newest = attempts[max(attempts)]
@@ -242,7 +242,7 @@ def _print_log(path: Path, label: str) -> bool:
     with open_plain(path, UserError) as file:
         for line in io.TextIOWrapper(file, encoding="utf-8", errors="replace"):
             print(f"{label}{printable(redact(line.rstrip()))}")
-            if nobody_reads():
+            if has_lost_reader():
                 return False
     return True
 
@@ -276,7 +276,7 @@ def _log_order(path: Path) -> tuple[int, bool]:
 def follow(run: Path, on_event: Emit) -> int:
     """Show the newest start of a run and all new events until it ends, and return its exit code.
 
-    A signal such as Ctrl-C ends the view and not the run; then the exit code is LEFT.
+    A signal such as Ctrl-C ends the view and not the run; then EXIT_INTERRUPTED is returned.
 
     Args:
         run: Folder of the run.
@@ -296,7 +296,7 @@ def follow(run: Path, on_event: Emit) -> int:
     with LauncherSignals() as signals, tail(path, on_event, start):
         _wait_until_released(run, patience, signals)
     if signals.number:
-        return LEFT
+        return EXIT_INTERRUPTED
     exit_code = queue.end_of(run)
     events = read_tail(path)
     if exit_code is None:

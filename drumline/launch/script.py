@@ -30,9 +30,9 @@ from drumline.launch.local import (
     reports_with_exit_code,
 )
 from drumline.launch.postmortem import RankEnd, Restarts, exhausted, report, root_cause
-from drumline.system.files import following, write_whole
+from drumline.system.files import follow_file, write_whole
 from drumline.system.output import Verbosity, say, say_note, verbosity
-from drumline.system.process import tied
+from drumline.system.process import tied_arguments
 from drumline.system.signals import LauncherSignals
 from drumline.telemetry.events import read
 
@@ -109,7 +109,7 @@ def launch_script(
     from drumline.launch.agent import Agent
 
     restarts: Restarts | None = None
-    rank = tied(str(script.absolute()), *arguments)
+    rank = tied_arguments(str(script.absolute()), *arguments)
     attempts = 0
     with LauncherSignals() as signals:
         while True:
@@ -250,4 +250,4 @@ def _printed_to(path: Path, stream: TextIO) -> AbstractContextManager[None]:
     def show(piece: bytes) -> None:
         print(piece.decode(errors="replace"), end="", file=stream, flush=True)
 
-    return following(path, show)
+    return follow_file(path, show)

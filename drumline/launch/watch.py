@@ -237,7 +237,7 @@ class Watch:
         The limit of a step holds in every phase, even in those with a higher limit of their own: a
         suspended rank makes no progress.
         """
-        limit = self._float(rank.place, beats.LIMIT + beats.LIMITS.index("hang"))
+        limit = self._float(rank.place, beats.FIRST_LIMIT + beats.LIMITS.index("hang"))
         if self.pulses[rank.place].waited <= limit:
             return False
         return _state(Path(f"/proc/{rank.pid}")) == "T"
@@ -291,7 +291,7 @@ class Watch:
         """
         assert self.board is not None
         for each in beating:
-            self.board.ints[each.place * beats.SLOT + beats.REQUEST] += 1
+            self.board.ints[each.place * beats.RANK_WORDS + beats.REQUEST] += 1
         self._wait_for(ANSWER_SECONDS, self._has_answered, awake)
         silent = [each for each in awake if not self._has_answered(each.place)]
         for each in silent:

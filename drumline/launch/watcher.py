@@ -30,7 +30,7 @@ from drumline.launch.postmortem import RankEnd
 from drumline.launch.watch import Watch
 from drumline.system import heartbeat
 from drumline.system.files import write_whole
-from drumline.system.process import ProcessId, here, process, start_module
+from drumline.system.process import ProcessId, host_identity, process, start_module
 
 LOOK_SECONDS = 0.25
 KILL_SECONDS = 2.0  # for the report: a disk that stalls must not keep the ranks
@@ -66,7 +66,7 @@ def watch_this_rank(name: str, rank: int, world_size: int, run_dir: Path) -> Non
     """
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     # Containers may share /dev/shm and the host's name. Their process ids are their own.
-    pid_namespace = here()[2].strip("pid:[]")
+    pid_namespace = host_identity()[2].strip("pid:[]")
     try:
         if not pid_namespace:
             raise OSError("/proc is of another container")
@@ -77,7 +77,7 @@ def watch_this_rank(name: str, rank: int, world_size: int, run_dir: Path) -> Non
     os.environ[heartbeat.VARIABLE] = f"{folder}:{rank}"
     if is_creator:
         watched = _watched_host(str(folder), world_size, run_dir, host)
-        start_module("drumline.launch.watcher", json.dumps(asdict(watched)), keeps=())
+        start_module("drumline.launch.watcher", json.dumps(asdict(watched)), pass_fds=())
 
 
 def _watched_host(board: str, world_size: int, run_dir: Path, host: str) -> WatchedHost:
@@ -135,7 +135,7 @@ def _running(
     for rank in range(world_size):
         if rank in known:
             continue
-        pid = board.ints[rank * heartbeat.SLOT + heartbeat.PID]
+        pid = board.ints[rank * heartbeat.RANK_WORDS + heartbeat.PID]
         if pid:
             known[rank] = process(pid)
     return {rank: each.pid for rank, each in known.items() if each.alive() is not False}

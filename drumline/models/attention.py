@@ -34,7 +34,7 @@ from drumline.models.classes import values_by_layer
 from drumline.models.sequence import SequencePart
 from drumline.plan.attention import Kernel, by_documents, choose, has_padding, name_of
 from drumline.plan.plan import Layout
-from drumline.system.threads import on_this_gpu
+from drumline.system.threads import bind_to_gpu
 
 logger = logging.getLogger(__name__)
 # Config keys of GPT-2, Llama and BERT for dropout over attention's scores.
@@ -762,7 +762,7 @@ def _works(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: i
     part of it.
     """
     with ThreadPoolExecutor(1, "drumline-trial") as thread:
-        trial = thread.submit(on_this_gpu(_agrees), kernel, device, dtype, head_dim)
+        trial = thread.submit(bind_to_gpu(_agrees), kernel, device, dtype, head_dim)
         return trial.result()
 
 

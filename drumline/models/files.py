@@ -74,7 +74,7 @@ def resolve(model: ModelConfig, on_progress: OnProgress, named: str = "model.id 
     folder = expanded(model.id)
     where = f"{named}{model.id}"
     if model.id.startswith(mirror.PREFIX):
-        return mirror.fetched(model.id, model.revision, "model", ModelError, where)
+        return mirror.download(model.id, model.revision, "model", ModelError, where)
     is_package = model.id.startswith(PREFIX)
     if model.revision is not None and (is_package or folder.is_dir()):
         kind = "a local folder"
@@ -124,7 +124,7 @@ def tokenizer_folder(name: str) -> str:
     `name`: a folder, a hub id, `package:NAME` or `modelscope:OWNER/NAME`.
     """
     if name.startswith(mirror.PREFIX):
-        return mirror.fetched(name, None, "model", ModelError, f"model.tokenizer {name}")
+        return mirror.download(name, None, "model", ModelError, f"model.tokenizer {name}")
     if name.startswith(PREFIX):
         return str(_convert_package(name.removeprefix(PREFIX), lambda *_: None))
     return name

@@ -16,7 +16,7 @@ from drumline.hardware.cluster import (
     DeviceSpec,
     Link,
     calibration_for,
-    hardware,
+    hardware_name,
     is_processor,
     read_calibration,
 )
@@ -64,7 +64,7 @@ def cluster_of(
             measured = replace(measured, collectives={})
     elif base.device.kind == "cpu":
         # The file has the rates of a whole host, of which each rank has its part.
-        measured = named.calibration.shared(ranks)
+        measured = named.calibration.share_among(ranks)
     else:
         measured = named.calibration
     per_node = described.per_node or base.per_node
@@ -122,7 +122,7 @@ def _host_with_device(
         return here
     # A name such as "a100" stands for several devices of the catalog.
     notes: tuple[str, ...] = ()
-    taken = catalog.AMBIGUOUS.get(catalog.plain(described.device or ""))
+    taken = catalog.AMBIGUOUS.get(catalog.normalise_name(described.device or ""))
     if taken is not None and not is_own:
         notes = (f"cluster.device {described.device}: taken for {taken}",)
     inter = described.link(catalog.OTHER_NETWORK)
@@ -183,10 +183,10 @@ def _named_calibration(
         return _NamedCalibration(None, (note,))
     if is_of_processor:
         # The name `cpu` in a YAML names no model, so any processor is the same.
-        is_same = described.device is not None or named.hardware == hardware(machine)
+        is_same = described.device is not None or named.hardware == hardware_name(machine)
         user = "this machine"
     else:
-        known = catalog.by_driver(named.hardware, device.memory_bytes)
+        known = catalog.find_by_driver_name(named.hardware, device.memory_bytes)
         measured_name = named.hardware
         if known is not None:
             measured_name = known.name
@@ -318,7 +318,7 @@ def cluster_of_machine(
         devices = _devices_of_gpus(machine, processes, measured)
     else:
         spec = processor(machine, processes)
-        devices = _Devices(spec, processes, measured.shared(processes), ())
+        devices = _Devices(spec, processes, measured.share_among(processes), ())
     intra = catalog.LINKS[devices.spec.intra]
     return Cluster(
         device=devices.spec,
@@ -351,7 +351,9 @@ def _devices_of_gpus(machine: Machine, processes: int, calibration: Calibration)
     if least.name != used[0].name:
         # The calibration is of the first one.
         calibration = Calibration()
-    known = catalog.by_driver(least.name, least.memory_bytes) or catalog.DEVICES.get(least.name)
+    known = catalog.find_by_driver_name(least.name, least.memory_bytes) or catalog.DEVICES.get(
+        least.name
+    )
     if known is None and not calibration.matmul:
         notes.append(
             f"{least.name} is not in the catalog: taken for as fast as a {STAND_IN};"
@@ -363,9 +365,6 @@ def _devices_of_gpus(machine: Machine, processes: int, calibration: Calibration)
         spec = known
     # As the driver says, which is a little less than the catalog has.
     spec = replace(spec, memory_bytes=least.memory_bytes)
-    # Drivers write both: A100-PCIE-40GB, H100 PCIe.
-    if "PCIE" in least.name.upper():
-        spec = replace(spec, intra=spec.host_link)
     return _Devices(spec, len(used), calibration, tuple(notes))
 
 

@@ -18,8 +18,8 @@ from typing import Any
 from drumline.config.load import flat
 from drumline.errors import DrumlineError, UserError
 from drumline.foreign import read_object
-from drumline.system.files import numbered
-from drumline.system.redact import plain
+from drumline.system.files import numbered_entries
+from drumline.system.redact import redacted_json
 from drumline.telemetry import events
 from drumline.telemetry.damage import MOST
 from drumline.telemetry.plan_accuracy import Comparison
@@ -294,7 +294,7 @@ class RunFacts:
         """
         try:
             content = read_object(self.folder / name, UserError, numbers=False)
-            value: dict[str, Any] = plain(content)
+            value: dict[str, Any] = redacted_json(content)
         except DrumlineError as error:
             self.problems.append(f"{name} is left out: {error.what}")
             return {}
@@ -512,7 +512,7 @@ class RunFacts:
         none), `exists` (its folder does) and `is_readable` (its manifest).
         """
         manifests = {}
-        folders = numbered(self.folder / "checkpoints", "step-")
+        folders = numbered_entries(self.folder / "checkpoints", "step-")
         for step, folder in folders.items():
             manifests[step] = _manifest(folder)
         # A checkpoint may have an event alone, since it was removed, or a folder alone, if the

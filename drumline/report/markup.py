@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from drumline.plan.explain import size
 from drumline.report.progress import duration
-from drumline.system.redact import plain, redact
+from drumline.system.redact import redact, redacted_json
 from drumline.system.templates import environment
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def format_time(value: Any) -> str:
 
 def as_json(value: Any) -> str:
     """Return a value as JSON for a script element. Nothing in it can end the element."""
-    dumped = json.dumps(plain(value), allow_nan=False, separators=(",", ":"))
+    dumped = json.dumps(redacted_json(value), allow_nan=False, separators=(",", ":"))
     for character, escaped in (("&", "\\u0026"), ("<", "\\u003c"), (">", "\\u003e")):
         dumped = dumped.replace(character, escaped)
     return dumped

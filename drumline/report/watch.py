@@ -38,7 +38,7 @@ from drumline.report.facts import (
 )
 from drumline.report.page import asset, document
 from drumline.report.progress import Progress
-from drumline.system.redact import plain
+from drumline.system.redact import redacted_json
 from drumline.system.signals import LauncherSignals
 from drumline.telemetry.events import Event, tail
 
@@ -101,7 +101,7 @@ class BrowserFeed:
     def add(self, event: Event) -> None:
         """Add an event of the run to what the browser gets next."""
         # Redacted, and without NaN, which is no JSON.
-        values = plain(event.values())
+        values = redacted_json(event.values())
         with self.lock:
             for name, value in curve_values(values).items():
                 if value is not None:
@@ -358,7 +358,7 @@ class Handler(BaseHTTPRequestHandler):
         for run in runs:
             ranks = self.server.rank_phases(run.folder)
             messages.append(run.message(ranks))
-        values = plain({"first": is_first, "runs": messages})
+        values = redacted_json({"first": is_first, "runs": messages})
         text = json.dumps(values, allow_nan=False)
         self.wfile.write(f"data: {text}\n\n".encode(errors="replace"))
 

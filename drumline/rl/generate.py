@@ -46,7 +46,7 @@ from drumline.dist.seeds import derive
 from drumline.errors import DataError, ModelError, PlanError
 from drumline.plan.attention import known_padding
 from drumline.system.heartbeat import alive
-from drumline.system.threads import on_this_gpu
+from drumline.system.threads import bind_to_gpu
 from drumline.vendor.transformers import DynamicLayer, DynamicSlidingWindowLayer, ask_the_host
 
 WHERE = "algorithm.generator"
@@ -510,7 +510,7 @@ class SharedSampling:
             return
         # A daemon: a run that fails does not wait for completions.
         thread = Thread(
-            target=on_this_gpu(self._sample),
+            target=bind_to_gpu(self._sample),
             args=(generator, own_requests, step),
             daemon=True,
             name="drumline-rollout",

@@ -447,7 +447,9 @@ class RewardProcess:
         self.channel = Channel(ours, LONGEST_ANSWER)
         fd = theirs.fileno()
         try:
-            self.process = start_module("drumline.rl.guard", str(os.getpid()), str(fd), keeps=[fd])
+            self.process = start_module(
+                "drumline.rl.guard", str(os.getpid()), str(fd), pass_fds=[fd]
+            )
         except OSError as error:
             ours.close()
             raise EnvironmentFault(

@@ -1,4 +1,4 @@
-"""Rooms whose name is also a verb of `drumline`: `drumline.train(…)` and `drumline.plan(…)`."""
+"""Make a package callable: `drumline.train` and `drumline.plan` are packages and functions."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 
 def make_callable(room: str, function: str) -> None:
-    """Let a call of the module `room` be one of `function`.
+    """Make a package callable: a call of it calls `function`.
 
-    `function`: a `module:name`, which is imported by the call.
+    `room`: the package's name. `function`: MODULE:NAME, which the first call imports.
     """
 
     class CallableRoom(ModuleType):

@@ -1,6 +1,7 @@
 """Files and folders that appear whole under their name, or not at all.
 
-All functions raise OSError. Uses the standard library alone: a rank that fails writes with it, too.
+Functions raise OSError unless they say otherwise. This module uses the standard library alone,
+because a rank that fails writes with it, too.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from drumline.system.process import named, this_process
+from drumline.system.process import process_named, this_process
 
 T = TypeVar("T")
 UNFINISHED = ".tmp-"
-# Between two reads of what another process appends to a file.
+# Seconds between two reads of what another process appends to a file.
 PERIOD_SECONDS = 0.2
-# After this time, a temporary folder of an unknown process is taken for a left-over.
+# After so many seconds without a change, a temporary folder of an unknown process counts as left
+# over.
 STALE_SECONDS = 24 * 3600.0
 # `digest` reads this many evenly spaced pieces of a large file, each of PIECE bytes: the file may
 # lie on a network.
@@ -33,7 +35,7 @@ PIECE = 2**20
 PIECES = 16
 # The name of a checkpoint's folder.
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
-# A temporary folder of `temporary_folder`: the name of its process, and a random part.
+# The name of a folder of `temporary_folder`: the name of its process, and a random part.
 OURS = re.compile(rf"{re.escape(UNFINISHED)}(\d+-\d+-[0-9a-f]{{8}})-[0-9a-f]{{8}}")
 
 
@@ -41,17 +43,18 @@ OURS = re.compile(rf"{re.escape(UNFINISHED)}(\d+-\d+-[0-9a-f]{{8}})-[0-9a-f]{{8}
 def whole_file(
     path: Path, *, private: bool = False, durable: bool = False, shared: bool = False
 ) -> Iterator[BinaryIO]:
-    """Give the block a new file, which takes the name `path` at the end of the block.
+    """Yield a new file, which takes the name `path` at the end of the block.
 
     Until then a file of that name stays as it is. If the block raises, the new file is removed.
 
     `private`: only its owner may read it; otherwise the umask decides. `durable`: content and name
-    are on the device at the end. `shared`: several processes may write the same path at once, each
-    to a temporary file of its own.
+    are on the device at the end. `shared`: several processes, also on several hosts, may write the
+    same path at once, each to a temporary file of its own.
     """
     name = f"{UNFINISHED}{path.name}"
     if shared:
-        name += f"-{os.getpid()}"
+        # Processes on two hosts may have the same id.
+        name += f"-{secrets.token_hex(8)}"
     fresh = path.with_name(name)
     try:
         opener = _open_privately if private else None
@@ -89,6 +92,7 @@ def load_or_compute(
 
     It is computed if the file cannot be read, or if `parse` raises ValueError for its text
     (damaged, or out of date). If the disk cannot be written, the value is returned uncached.
+    Raises only what `compute` raises.
     """
     with suppress(OSError, ValueError):
         return parse(path.read_text())
@@ -100,7 +104,11 @@ def load_or_compute(
 
 
 def create_whole(path: Path, data: bytes) -> bool:
-    """Create a file with this content unless it exists. Return whether this call created it."""
+    """Create a file with this content unless it exists. Return whether this call created it.
+
+    On a file system without hard links the file has its name before its content, so a reader may
+    find it empty for a moment.
+    """
     own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         own.write_bytes(data)
@@ -123,10 +131,10 @@ def create_whole(path: Path, data: bytes) -> bool:
 
 @contextmanager
 def temporary_folder(root: Path) -> Iterator[Path]:
-    """Give the block a new folder under `root`, which is removed at the end unless it was renamed.
+    """Yield a new folder under `root`, which is removed at the end unless it was renamed.
 
-    It also removes what earlier calls left under `root`: at once if their process ran on this host
-    and has ended, and after a day if nothing is known of their process.
+    Before that, folders that earlier calls left under `root` are removed: those of processes of
+    this host that have ended, and those of unknown processes (on other hosts) after a day.
     """
     root.mkdir(parents=True, exist_ok=True)
     for old in root.glob(f"{UNFINISHED}*"):
@@ -141,19 +149,24 @@ def temporary_folder(root: Path) -> Iterator[Path]:
 
 
 def _is_left_over(folder: Path) -> bool:
-    """Return whether a temporary folder belongs to a process that has ended, or is a day old."""
+    """Return whether a temporary folder belongs to a process that has ended.
+
+    If this cannot be known, because the process is on another host, it is whether the folder has
+    not changed for a day.
+    """
     match = OURS.fullmatch(folder.name)
     if match is None:
         return False
-    owner = named(match[1])
+    owner = process_named(match[1])
+    is_alive = None if owner is None else owner.alive()
+    if is_alive is not None:
+        return not is_alive
     try:
         newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except FileNotFoundError:
         # Its owner is removing or renaming it right now.
         return False
-    if time.time() - newest > STALE_SECONDS:
-        return True
-    return owner is not None and owner.alive() is False
+    return time.time() - newest > STALE_SECONDS
 
 
 def rename_unless_there(fresh: Path, final: Path, is_whole: Callable[[], bool]) -> None:
@@ -223,10 +236,10 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def numbered(folder: Path, prefix: str) -> dict[int, Path]:
-    """Return number → path of the entries of a folder called `prefix` and that number, by number.
+def numbered_entries(folder: Path, prefix: str) -> dict[int, Path]:
+    """Return number → path of a folder's entries whose names are `prefix` and a number.
 
-    Entries with other names are left out: they are not the caller's.
+    They are ordered by number, and a suffix such as `.log` does not matter.
     """
     pattern = re.compile(rf"{re.escape(prefix)}([0-9]{{1,15}})")
     found = []
@@ -276,13 +289,14 @@ def digest(path: Path) -> str | None:
 
 
 @contextmanager
-def following(
+def follow_file(
     path: Path, on_bytes: Callable[[bytes], object], offset: int | None = None
 ) -> Iterator[None]:
-    """Hand what another process appends to a file to `on_bytes`, while the block runs.
+    """While the block runs, pass `on_bytes` what another process appends to a file.
 
     A thread calls `on_bytes` piece by piece, and once more at the end with what is left. An OSError
-    of `on_bytes` is ignored: it may print to a terminal that has gone. The file may not exist yet.
+    that `on_bytes` raises is ignored: it may print to a terminal that has gone. The file may not
+    exist yet.
 
     `offset`: the position in the file to begin at; None: its end.
     """

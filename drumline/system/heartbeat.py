@@ -1,12 +1,20 @@
 """What a rank is doing, for a watcher in another process.
 
-A rank writes its phase, its step and a clock into a few bytes of shared memory. A beat is four
-stores and no system call. The watcher learns from them how long each phase takes. So it notices a
-rank that hangs in C, is stopped, or waits for a disk: nothing of the rank has to run for that. Uses
-the standard library only.
+A rank writes its phase, its step and a clock into a few bytes of shared memory (a `Board`). A beat
+is four stores and no system call. The watcher learns from them how long each phase takes. So it
+notices a rank that hangs in C, is stopped, or waits for a disk: nothing of the rank has to run for
+that. This module uses the standard library only.
 
 The files are in memory (/dev/shm), not in the run folder: a disk that stalls must not stop the rank
 that reports it.
+
+Words of this module:
+
+- Each rank has a place on the board: its index among the ranks that share it.
+- A phase has parts, and `alive` ends one. The limit of a phase is that of one part.
+- Most limits are learned: TIMES the longest part of that phase so far. A step is untimed if nothing
+  is learned from it, because it takes longer than others.
+- A rank may grant its next part some seconds, whatever was learned.
 """
 
 from __future__ import annotations
@@ -26,23 +34,25 @@ from pathlib import Path
 from typing import Any
 
 # A pipeline mixes forward and backward: all of it is `forward` there. `report`: events, trackers
-# and callbacks. `done`: nothing is left that other ranks wait for.
+# and callbacks. `done`: nothing is left that other ranks wait for. The index of a phase is written
+# to the board, and all processes of a run have the same version of this tuple.
 PHASES = (
     "startup", "data", "forward", "backward", "collective", "optimizer", "save", "eval", "rollout", "compile", "report", "done",
 )  # fmt: skip
-# The limits in seconds of the section `health`.
+# The limits of the config's section `health`, in seconds.
 LIMITS = ("hang", "startup", "save", "eval", "rollout")
-# Variable with folder:place, where `place` is the index of a rank among those of its host.
+# The environment variable that tells a rank its board and its place there, as FOLDER:PLACE.
 VARIABLE = "DRUMLINE_HEARTBEAT"
 # The signal that makes a rank write its stacks.
 DUMP = signal.SIGUSR2
-# Between two checks for a request of the watcher.
+# Seconds between two checks for a request of the watcher.
 LOOK_SECONDS = 0.25
-# Between two checks for a request of another host, in a phase that takes longer than that.
+# Seconds between two checks for a request of another host, in a phase that takes longer than that.
 CALL_SECONDS = 1.0
-# A phase may take this many times the longest so far.
+# A learned limit is this many times the longest part so far.
 TIMES = 3.0
-# Phase → its limit. The other phases have `hang`, and learn from the longest so far.
+# Phase → the limit of LIMITS that it has. The other phases, those of a step, learn theirs, and it is
+# at least `hang`.
 OWN_LIMIT = {
     "startup": "startup",
     "compile": "startup",
@@ -51,31 +61,35 @@ OWN_LIMIT = {
     "eval": "eval",
     "rollout": "rollout",
 }
-# Phases that have their own limit the first time, and a shorter one that is learned from then on:
-# by their longest part, but at least FLOOR times `hang`, because the parts of these phases differ
-# more than those of a step.
+# Phases that have the limit of OWN_LIMIT the first time, and from then on a shorter one that is
+# learned. It is at least FLOOR times `hang`, because the parts of these phases differ more than those
+# of a step.
 LEARNING = ("save", "eval", "rollout")
 FLOOR = 4.0
-# Steps of a process from which nothing is learned: caches are cold, kernels are compiled,
-# allocators grow.
+# The first steps of a process are untimed: caches are cold, kernels are compiled, allocators grow.
 FIRST_STEPS = 2
-# Indices of a rank's words, of 8 bytes each: a reader never sees half of a store. FREE: 1 in a step
-# from which nothing is learned. SINCE: when the present part of the phase began. GRANTED: seconds
-# that this part may take, whatever was learned; at most its own limit, or that of start-up.
-PID, COUNT, SINCE, PHASE, STEP, POSITION, FREE, REQUEST, REPLY, GRANTED = range(10)
-# First of the seconds of LIMITS, and first of the longest seconds of each of PHASES so far.
-LIMIT = 10
-LEARNED = LIMIT + len(LIMITS)
-# Words of a rank.
-SLOT = LEARNED + len(PHASES)
-NUMBER = {phase: number for number, phase in enumerate(PHASES)}
-DONE = NUMBER["done"]
+# Indices of a rank's words. A word has 8 bytes, so a reader never sees half of a store.
+# PID: 0 until the rank has begun. COUNT: parts so far. SINCE: when the present part began (monotonic
+# seconds). PHASE: an index of PHASES. POSITION: where the samples of the step begin. UNTIMED: 1 in
+# an untimed step. REQUEST, REPLY: numbers of the watcher's last question and of the last one that
+# was answered. GRANTED: seconds that the present part may take; never more than the limit of its
+# phase in OWN_LIMIT, or than that of start-up in a step.
+PID, COUNT, SINCE, PHASE, STEP, POSITION, UNTIMED, REQUEST, REPLY, GRANTED = range(10)
+# Index of the first of the seconds of LIMITS.
+FIRST_LIMIT = 10
+# Index of the first of the longest seconds so far, of each of PHASES.
+FIRST_LONGEST = FIRST_LIMIT + len(LIMITS)
+# The number of a rank's words.
+RANK_WORDS = FIRST_LONGEST + len(PHASES)
+PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
+DONE = PHASE_NUMBERS["done"]
 
 
 class Board:
-    """The words of some ranks, in a folder of shared memory.
+    """The words of all ranks that one watcher watches, in a folder of shared memory.
 
-    `ints` and `floats` are two views of the same bytes.
+    `ints` and `floats` are two views of the same bytes. A rank has RANK_WORDS words, which begin at
+    its place times RANK_WORDS.
     """
 
     def __init__(self, folder: Path, ranks: int, create: bool = False) -> None:
@@ -87,7 +101,7 @@ class Board:
         handle = os.open(folder / "board", flags, 0o600)
         try:
             if create:
-                _reserve(handle, ranks * SLOT * 8)
+                _reserve(handle, ranks * RANK_WORDS * 8)
             self.bytes_ = mmap.mmap(handle, os.fstat(handle).st_size)
         finally:
             os.close(handle)
@@ -99,17 +113,18 @@ class Board:
         return self.folder / f"{kind}-{place}"
 
     def int_(self, place: int, word: int) -> int:
-        return int(self.ints[place * SLOT + word])
+        """Return a word of a rank as an integer. `word`: PID, COUNT, …"""
+        return int(self.ints[place * RANK_WORDS + word])
 
     def float_(self, place: int, word: int) -> float:
-        return float(self.floats[place * SLOT + word])
+        """Return a word of a rank as a number of seconds. `word`: SINCE, GRANTED, …"""
+        return float(self.floats[place * RANK_WORDS + word])
 
     def limit(self, place: int, places: Iterable[int]) -> float:
-        """Return the seconds that the phase of a rank may take.
+        """Return the seconds that the present part of a rank's phase may take.
 
-        - Phases of a step, and `done`: the limit of start-up in a step from which nothing is
-          learned (FREE), and while nothing has been learned. Then TIMES the longest so far, at
-          least `hang`.
+        - Phases of a step, and `done`: the limit of start-up in an untimed step, and while nothing
+          has been learned. Then TIMES the longest part so far, at least `hang`.
         - `startup`, `compile`, `report`: their configured limit (OWN_LIMIT).
         - `save`, `eval`, `rollout`: their configured limit the first time. Then TIMES the longest
           part so far, at least FLOOR times `hang`, at most the configured limit.
@@ -117,16 +132,16 @@ class Board:
         Granted seconds raise a learned limit: that of a step up to the limit of start-up, that of
         another phase up to its configured limit.
 
-        `places`: the ranks from which it is learned.
+        `place`: the rank. `places`: the ranks whose longest parts count.
         """
         number = self.int_(place, PHASE)
         phase = PHASES[number]
-        longest = max(self.float_(other, LEARNED + number) for other in places)
+        longest = max(self.float_(other, FIRST_LONGEST + number) for other in places)
         granted = self.float_(place, GRANTED)
         hang = self._configured_limit(place, "hang")
         if phase not in OWN_LIMIT:
             startup = self._configured_limit(place, "startup")
-            is_untimed = self.int_(place, FREE) or not longest
+            is_untimed = self.int_(place, UNTIMED) or not longest
             if is_untimed:
                 return startup
             return max(hang, TIMES * longest, min(startup, granted))
@@ -141,7 +156,7 @@ class Board:
 
     def _configured_limit(self, place: int, name: str) -> float:
         """Return a limit of the section `health` (one of LIMITS), as a rank has it."""
-        return self.float_(place, LIMIT + LIMITS.index(name))
+        return self.float_(place, FIRST_LIMIT + LIMITS.index(name))
 
 
 def _reserve(handle: int, size: int) -> None:
@@ -171,8 +186,10 @@ def new_board(ranks: int) -> Board | None:
 def common_board(name: str, ranks: int) -> tuple[Path, bool]:
     """Return the folder of the board that ranks on one host share, and whether this rank made it.
 
-    The first of them makes it. `name`: what these ranks have in common and nobody else knows.
-    `ranks`: the number of ranks of the whole run. Raises OSError.
+    It is for ranks that another launcher started. The first that calls this makes the board.
+    Raises OSError.
+
+    `name`: a secret that only these ranks know. `ranks`: the number of ranks of the whole run.
     """
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     folder = Path(parent) / f"drumline-{name}"
@@ -191,27 +208,27 @@ class Heart:
     def __init__(self, board: Board, place: int, limits: Mapping[str, float]) -> None:
         self.board = board
         self.place = place
-        self.at = place * SLOT
+        self.at = place * RANK_WORDS
         self.ints = board.ints
         self.floats = board.floats
         self.steps = 0
-        # Spent in each phase so far, and when this one began.
+        # Seconds in each phase so far, and when the present one began.
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.began = time.monotonic()
         # The phase that a compilation interrupted.
-        self.before = "startup"
-        # The longest part of the phase so far, if it is one of LEARNING.
-        self.longest = 0.0
-        # Name → what answers the watcher, and what listens to other hosts.
+        self.interrupted_phase = "startup"
+        # Seconds of the longest part of the present phase, if it is one of LEARNING.
+        self.longest_part = 0.0
+        # Name → function that answers the watcher; and the function that listens to other hosts.
         self.answers: dict[str, Callable[[], Any]] = {}
         self.listen: Callable[[], None] | None = None
         # Both are opened before the watcher sees this rank: it may then remove the folder.
         self.stacks = board.file("stacks", place).open("ab", buffering=0)
         self.answer = board.file("answer", place).open("wb", buffering=0)
         for number, name in enumerate(LIMITS):
-            self.floats[self.at + LIMIT + number] = limits[name]
+            self.floats[self.at + FIRST_LIMIT + number] = limits[name]
         self.ints[self.at + STEP] = -1
-        self.ints[self.at + FREE] = 1
+        self.ints[self.at + UNTIMED] = 1
         self.floats[self.at + SINCE] = time.monotonic()
         # A rank that does not answer may hold Python's lock. The watcher then sends it a signal,
         # whose handler is written in C and runs on any thread. It is the last resort: if the rank
@@ -222,7 +239,7 @@ class Heart:
         self.ints[self.at + PID] = os.getpid()
 
     def beat(self, phase: str) -> None:
-        """Begin a phase."""
+        """Begin a phase, which ends the present part of the phase before."""
         self.alive()
         now = self.floats[self.at + SINCE]
         number = self.ints[self.at + PHASE]
@@ -231,32 +248,34 @@ class Heart:
         self.began = now
         # A compilation interrupts a phase, and does not end it.
         if previous in LEARNING and phase not in (previous, "compile"):
-            word = self.at + LEARNED + number
-            self.floats[word] = max(self.longest, self.floats[word])
-            self.longest = 0.0
-        self.ints[self.at + PHASE] = NUMBER[phase]
+            word = self.at + FIRST_LONGEST + number
+            self.floats[word] = max(self.longest_part, self.floats[word])
+            self.longest_part = 0.0
+        self.ints[self.at + PHASE] = PHASE_NUMBERS[phase]
 
     def alive(self, granted: float = 0.0) -> None:
-        """Note that a part of the phase is done. `granted`: seconds that the next part may take.
+        """End a part of the phase, and begin the next.
 
         The limit of a phase is learned from its longest part. For a phase of LEARNING that happens
         once it is over, because its first part says little about the others.
+
+        `granted`: seconds that the next part may take, which is then not learned from; 0: none.
         """
         ints, floats, at = self.ints, self.floats, self.at
         now = time.monotonic()
-        if not ints[at + FREE] and not floats[at + GRANTED]:
+        if not ints[at + UNTIMED] and not floats[at + GRANTED]:
             phase = ints[at + PHASE]
             spent = now - floats[at + SINCE]
             if PHASES[phase] in LEARNING:
-                self.longest = max(spent, self.longest)
-            elif spent > floats[at + LEARNED + phase]:
-                floats[at + LEARNED + phase] = spent
+                self.longest_part = max(spent, self.longest_part)
+            elif spent > floats[at + FIRST_LONGEST + phase]:
+                floats[at + FIRST_LONGEST + phase] = spent
         floats[at + GRANTED] = granted
         floats[at + SINCE] = now
         ints[at + COUNT] += 1
 
-    def waits(self, moved: bool, granted: float) -> None:
-        """See the function `waits`."""
+    def note_wait(self, moved: bool, granted: float) -> None:
+        """See the function `note_wait`."""
         phase = PHASES[self.ints[self.at + PHASE]]
         if phase not in ("startup", "data"):
             # The rank does something else meanwhile, which may hang.
@@ -265,23 +284,26 @@ class Heart:
             self.alive()
         self.floats[self.at + GRANTED] = granted
 
-    def step(self, step: int, position: int, free: bool) -> None:
+    def step(self, step: int, position: int, untimed: bool) -> None:
         """See the function `step`."""
         self.steps += 1
-        is_free = free or self.steps <= FIRST_STEPS
-        self.ints[self.at + FREE] = int(is_free)
+        is_untimed = untimed or self.steps <= FIRST_STEPS
+        self.ints[self.at + UNTIMED] = int(is_untimed)
         self.ints[self.at + STEP] = step
         self.ints[self.at + POSITION] = position
 
-    def compiling(self, begins: bool) -> None:
-        """Begin the phase `compile`, or go back to the phase that it interrupted."""
+    def note_compilation(self, begins: bool) -> None:
+        """Begin the phase `compile`, or go back to the phase that it interrupted.
+
+        torch reports a compilation inside another one only once, so they do not nest here.
+        """
         if begins:
-            self.before = PHASES[self.ints[self.at + PHASE]]
+            self.interrupted_phase = PHASES[self.ints[self.at + PHASE]]
             self.beat("compile")
         else:
-            self.beat(self.before)
+            self.beat(self.interrupted_phase)
 
-    def at_work(self) -> int | None:
+    def step_unless_hung(self) -> int | None:
         """Return the step of this rank; None if its phase takes longer than it may."""
         spent = time.monotonic() - self.floats[self.at + SINCE]
         if spent > self.board.limit(self.place, [self.place]):
@@ -338,7 +360,8 @@ def register(limits: Mapping[str, float]) -> Heart | None:
         try:
             _heart = Heart(Board(Path(folder), 0), int(place), limits)
         except OSError:
-            return None  # the launcher is in another container, or has gone
+            # The launcher is in another container, or has gone.
+            return None
     return _heart
 
 
@@ -349,23 +372,26 @@ def beat(phase: str) -> None:
 
 
 def alive(granted: float = 0.0) -> None:
-    """Note that the phase goes on: a part of it is done.
+    """Note that a part of the present phase is done, and the next begins.
 
-    `granted`: the next part may take so many seconds (inf: those of `health`), and is not learned
-    from.
+    `granted`: seconds that the next part may take (inf: the limit that `health` sets), which is then
+    not learned from; 0: what was learned.
     """
     if _heart is not None:
         _heart.alive(granted)
 
 
-def waits(moved: bool, granted: float) -> None:
+def note_wait(moved: bool, granted: float) -> None:
     """Note that a thread of this rank waits for data.
 
-    If the rank does nothing else, it is alive as long as what it waits for `moved`, and may wait
-    for `granted` seconds from then on.
+    It only counts in the phases `startup` and `data`: in others the rank does something else, which
+    may hang.
+
+    `moved`: what it waits for has made progress, which begins a new part. `granted`: seconds that
+    the wait may take from then on.
     """
     if _heart is not None:
-        _heart.waits(moved, granted)
+        _heart.note_wait(moved, granted)
 
 
 def seconds() -> dict[str, float | None]:
@@ -375,39 +401,42 @@ def seconds() -> dict[str, float | None]:
     return dict(_heart.seconds)
 
 
-def step(number: int, position: int, free: bool = False) -> None:
+def step(number: int, position: int, untimed: bool = False) -> None:
     """Note that optimizer step `number` (steps done before it) begins.
 
-    `position`: where its samples begin. `free`: it takes longer than others, and nothing is learned
-    from it.
+    `position`: where its samples begin. `untimed`: it takes longer than others, so no limit is
+    learned from it.
     """
     if _heart is not None:
-        _heart.step(number, position, free)
+        _heart.step(number, position, untimed)
 
 
-def compiling(begins: bool) -> None:
+def note_compilation(begins: bool) -> None:
     """Note that a compilation begins, or has ended."""
     if _heart is not None:
-        _heart.compiling(begins)
+        _heart.note_compilation(begins)
 
 
-def answer(name: str, find: Callable[[], Any]) -> None:
-    """Have `find` called, in another thread, when this rank hangs; it returns JSON values."""
+def register_answer(name: str, find: Callable[[], Any]) -> None:
+    """Register a function whose result is part of the report if this rank hangs.
+
+    `find`: returns JSON values; it is called in another thread. `name`: its key in the report.
+    """
     if _heart is not None:
         _heart.answers[name] = find
 
 
-def answer_hosts(find: Callable[[int], Any], listen: Callable[[int | None], None]) -> None:
-    """Have two functions called that talk to other hosts.
+def register_host_answers(find: Callable[[int], Any], listen: Callable[[int | None], None]) -> None:
+    """Register two functions that ask other hosts, and answer them.
 
-    `find` is called as that of `answer`, with the step of this rank. `listen` is called now and
-    then in a long phase, with the step of this rank, or with None if the rank hangs.
+    `find`: as of `register_answer`; it gets the step of this rank. `listen`: is called every
+    CALL_SECONDS in a long phase, with the step of this rank, or with None if the rank hangs.
     """
     heart = _heart
     if heart is None:
         return
     heart.answers["elsewhere"] = lambda: find(heart.ints[heart.at + STEP])
-    heart.listen = lambda: listen(heart.at_work())
+    heart.listen = lambda: listen(heart.step_unless_hung())
 
 
 def position() -> int:

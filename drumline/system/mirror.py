@@ -1,7 +1,4 @@
-"""Models and datasets of ModelScope (experimental).
-
-Hosts in China reach it if the hub of Hugging Face is out of reach.
-"""
+"""Models and datasets of ModelScope (experimental), a hub that hosts in China can reach."""
 
 from __future__ import annotations
 
@@ -11,20 +8,21 @@ from drumline.errors import DrumlineError
 from drumline.foreign import first_line
 
 PREFIX = "modelscope:"
-# The advice of an error if the hub does not answer.
+# The fix that an error names if the hub of Hugging Face does not answer.
 MIRRORS = "set HF_ENDPOINT to a mirror (https://hf-mirror.com), or write modelscope:OWNER/NAME"
 
 
-def fetched(
+def download(
     name: str,
     revision: str | None,
     kind: Literal["model", "dataset"],
     error: type[DrumlineError],
     where: str,
 ) -> str:
-    """Return the folder of a model or dataset on this machine. It is downloaded if it is not there.
+    """Return the folder of a model or dataset on this machine, which is downloaded if needed.
 
-    `name`: modelscope:OWNER/NAME. `where`: the key that errors are about. Raises `error`.
+    `name`: modelscope:OWNER/NAME. `error`: the class of errors. `where`: the key that they name.
+    Raises `error`.
     """
     try:
         from modelscope.hub.snapshot_download import dataset_snapshot_download, snapshot_download

@@ -1,6 +1,6 @@
-"""Names, addresses and interfaces of hosts.
+"""Names, addresses and network interfaces of hosts, and the variables by which they are chosen.
 
-Also the variables by which gloo and NCCL choose among interfaces. No torch here.
+The variables are those of gloo and NCCL. No torch here.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Mapping
 from drumline.errors import EnvironmentFault
 from drumline.system.redact import redact
 
-# Beginnings of the names of variables that all ranks get from the user.
-HANDED_ON = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS")
+# Prefixes of the user's variables that the launcher forwards to all ranks.
+FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS")
 # Variables that choose the network's interface.
-CHOOSE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-# The port in a question for the route to a host. Nothing is sent there.
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# A port to ask the kernel for the route to a host. Nothing is sent there.
 ANY_PORT = 9
 # Characters of a variable's value that are shown at most.
 MOST_SHOWN = 60
-# Seconds that a collective may take if `launch.timeout_seconds` is not set: until the first step,
+# Limits of a collective in seconds if `launch.timeout_seconds` is not set: until the first step,
 # and in a step (both as in torchtitan).
 START_SECONDS = 300.0
 STEP_SECONDS = 100.0
-# The same if one rank may work for long before it joins: evaluations, saves, rollouts, compiling.
+# The limit if one rank may work for long before it joins: evaluations, saves, rollouts, compiling.
 LONG_SECONDS = 600.0
 
 
@@ -125,22 +125,28 @@ def _interfaces() -> dict[str, list[str]]:
     return interfaces
 
 
-def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
+def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the user's variables for gloo, NCCL and the threads of a rank, which all ranks get."""
     return {
-        name: value for name, value in sorted(environment.items()) if name.startswith(HANDED_ON)
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith(FORWARDED_PREFIXES)
     }
 
 
 def explain_environment(
     environment: Mapping[str, str], timeout_seconds: float | None, interface: str | None
 ) -> list[str]:
-    """Return lines that explain the plan: variables that all ranks get, and contradictions to it."""
+    """Return lines of the plan's explanation: variables that all ranks get, and contradictions."""
     lines = []
-    variables = handed_on(environment)
+    variables = forwarded_variables(environment)
     if variables:
-        shown = " ".join(f"{name}={value[:MOST_SHOWN]}" for name, value in variables.items())
-        lines.append(f"environment {redact(shown)}: handed on to all ranks")
+        shown = []
+        for name, value in variables.items():
+            # Redacted before it is cut: a part of a secret would not be recognised.
+            assignment = redact(f"{name}={value}")
+            shown.append(assignment[: len(name) + 1 + MOST_SHOWN])
+        lines.append(f"environment {' '.join(shown)}: handed on to all ranks")
     for contradiction in _contradictions(environment, timeout_seconds, interface):
         lines.append(f"environment {redact(contradiction)}")
     return lines
@@ -177,7 +183,7 @@ def _contradictions(
             f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={heartbeat} is less than {limit}: the monitor may end a rank before its collective"
         )
     if interface is not None:
-        for name in CHOOSE:
+        for name in INTERFACE_VARIABLES:
             if environment.get(name, interface) != interface:
                 found.append(f"{name}={environment[name]} goes before launch.interface={interface}")
     return found

@@ -1,6 +1,6 @@
-"""Output that may be lost: its reader ends, its terminal goes, its disk is full.
+"""Output that may be lost: its reader may end, its terminal close, its disk be full.
 
-No run, no file and no exit code depends on it.
+No run, file or exit code depends on it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from enum import StrEnum
 from typing import Any, TextIO, cast
 
-# The variable that has the verbosity for this process and those that it starts.
+# The environment variable with the verbosity of this process and of those that it starts.
 VERBOSITY = "DRUMLINE_VERBOSITY"
 
 
@@ -58,7 +58,7 @@ def say_note(text: str) -> None:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print to standard error, or to `stream`, wherever that leads."""
+    """Print to standard error, or to `stream`. It does not matter whether that can be written."""
     with suppress(OSError):
         print(text, file=stream or sys.stderr, flush=True)
 
@@ -113,7 +113,7 @@ def lossy() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def nobody_reads() -> bool:
+def has_lost_reader() -> bool:
     """Return whether the reader of standard output has gone, inside of `lossy`.
 
     Work that only prints may end then.
@@ -121,7 +121,7 @@ def nobody_reads() -> bool:
     return isinstance(getattr(sys.stdout, "error", None), BrokenPipeError)
 
 
-def let_go_of_output() -> None:
+def flush_or_drop_output() -> None:
     """Flush the streams at the end of a command, and drop what can no longer be printed.
 
     The exit code stays as it is.

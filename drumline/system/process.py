@@ -1,12 +1,12 @@
-"""Names of processes, and the start of one that is tied to the process that started it.
+"""Names of processes, and processes that die with the one that started them ("tied" ones).
 
 A name is distinct from those of all other processes on all hosts, past and present. This command
 runs a module or script that dies with its parent:
 
     python -m drumline.system.process PARENT_PID MODULE|SCRIPT.py ARGUMENTS...
 
-The standard library alone: torch takes seconds to import, and a launcher that is killed meanwhile
-may leave no rank behind.
+This module imports the standard library alone. torch takes seconds to import, and a launcher that
+is killed meanwhile may leave no rank behind.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ if TYPE_CHECKING:
 # Options of prctl, from linux/prctl.h.
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-# Between two looks at other processes.
+# Seconds between two checks of whether other processes still run.
 LOOK_SECONDS = 0.2
-# For the last line of a helper that has ended: its own children may keep its standard error open.
+# Seconds to wait for the last line of a helper that has ended. Its own children may keep its
+# standard error open.
 LAST_SECONDS = 1.0
 # A variable of ranks: the first line of their standard input is the secret of their store.
 SECRET_ON_STDIN = "DRUMLINE_STDIN"
@@ -58,7 +59,9 @@ class ProcessId:
 
     `boot`: which start of the host's kernel. `space`: the namespace that `pid` counts in, since
     containers have their own. Both are empty if the host does not show them.
-    `start`: when the process started, in ticks of the kernel, which no change of the clock moves.
+    `start`: when the process started; 0 if that is not known, because it has ended. On Linux it is
+    in ticks of the kernel since the boot, which no change of the clock moves; elsewhere in
+    microseconds of the clock.
     """
 
     host: str
@@ -72,14 +75,14 @@ class ProcessId:
 
         It cannot know that of another host, another container or another boot.
         """
-        if not self.boot or not self.space or (self.host, self.boot, self.space) != here():
+        if not self.boot or not self.space or (self.host, self.boot, self.space) != host_identity():
             return None
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
         except (PermissionError, OverflowError):
-            # It is another user's process, or no process id at all. What follows decides.
+            # Another user's process, or no process id at all: its state decides.
             pass
         found = _state(self.pid)
         if found is None:
@@ -89,20 +92,21 @@ class ProcessId:
 
     @property
     def name(self) -> str:
-        """Return a name of letters, digits and hyphens, for files; `named` reads it."""
+        """Return a name of letters, digits and hyphens, for files; `process_named` reads it."""
         where = repr((self.host, self.boot, self.space))
         return f"{self.pid}-{self.start}-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
 
 
-def named(name: str) -> ProcessId | None:
-    """Return the process that has this `name`.
+def process_named(name: str) -> ProcessId | None:
+    """Return the process whose `ProcessId.name` begins the text `name`.
 
-    None if it is of another host, container or boot, or if the name is no process's.
+    It may have ended. None for a process of another host, container or boot, and for any other
+    text.
     """
     match = re.match(r"(\d{1,10})-(\d{1,20})-", name)
     if match is None:
         return None
-    found = ProcessId(*here(), int(match[1]), int(match[2]))
+    found = ProcessId(*host_identity(), int(match[1]), int(match[2]))
     return found if name.startswith(found.name) else None
 
 
@@ -111,13 +115,17 @@ def this_process() -> ProcessId:
 
 
 def process(pid: int) -> ProcessId:
-    """Return the process that has the id `pid` here and now."""
+    """Return the process that has the id `pid` on this host now.
+
+    If there is none, its `start` is 0.
+    """
     found = _state(pid)
-    return ProcessId(*here(), pid, found[0] if found else 0)
+    start = 0 if found is None else found[0]
+    return ProcessId(*host_identity(), pid, start)
 
 
 @cache
-def here() -> tuple[str, str, str]:
+def host_identity() -> tuple[str, str, str]:
     """Return this host's name, boot and namespace of process ids."""
     host = socket.gethostname()
     if sys.platform != "linux":
@@ -132,7 +140,10 @@ def here() -> tuple[str, str, str]:
 
 
 def _state(pid: int) -> tuple[int, str] | None:
-    """Return when a process started, and the letter of its state; None if they cannot be read."""
+    """Return when a process started (see `ProcessId`), and the letter of its state.
+
+    None if there is no such process, or its state cannot be read.
+    """
     if sys.platform != "linux":
         import psutil
 
@@ -163,7 +174,7 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
     On Linux the kernel sends it, as soon as the parent's thread that started this process has
     ended; so the launcher starts ranks from the thread that then waits for them. On other systems,
-    such as macOS, a thread looks every now and then.
+    such as macOS, a thread checks every LOOK_SECONDS.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
@@ -177,7 +188,7 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 def die_with(processes: Sequence[ProcessId], number: int = signal.SIGKILL) -> None:
     """Have this process killed, or sent `number`, soon after one of `processes` has gone.
 
-    They need not be its parents. If they are, the thread that started it may have ended.
+    They need not be its parents, and threads of theirs may end.
     """
 
     def look() -> None:
@@ -195,7 +206,7 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def tied(module: str, *arguments: str) -> list[str]:
+def tied_arguments(module: str, *arguments: str) -> list[str]:
     """Return Python's arguments for a process that runs a module and dies with this one.
 
     `module`: the name of a module, or a script, NAME.py.
@@ -212,35 +223,41 @@ def tied(module: str, *arguments: str) -> list[str]:
     ]
 
 
-class Early(ForkProcess):
-    """A fork of this process that waits until `begin` says what it shall run.
+class EarlyRank(ForkProcess):
+    """A fork of this process that waits until `begin` sends the command that it runs.
 
-    It dies with this process, and has the methods of Popen that torch's agent calls. This process
-    must have one thread of Python, and none of OpenMP, because a fork has only the thread that
-    forks.
+    It shares what this process has imported, dies with it, and has the methods of Popen that
+    torch's agent calls. This process must have one thread of Python, and none of OpenMP, because a
+    fork has only the thread that forks.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.parent, (self._question, self._answer) = os.getpid(), os.pipe()
+        self.parent = os.getpid()
+        # Of the pipe through which the command comes.
+        self._read_end, self._write_end = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        with unwarned():
+        with ignore_fork_warning():
             self.start()
-        os.close(self._question)
+        os.close(self._read_end)
 
     def begin(self, command: Sequence[str], env: Mapping[str, str], out: str, err: str) -> bool:
-        """Let it run a command: an interpreter, and the arguments of `tied`.
+        """Let it run a command, and return whether it was still there to begin.
 
-        Returns False if it had ended.
+        `command`: an interpreter, and what `tied_arguments` returned. `out`, `err`: files to write
+        its output and its errors to.
         """
+        # The fork is an interpreter that is tied already, so it needs the module and its arguments
+        # alone. The interpreter in `command` stands in for the empty module here.
+        prefix_length = len(tied_arguments(""))
         message = {
-            "arguments": command[len(tied("")) :],
+            "arguments": command[prefix_length:],
             "env": dict(env),
             "streams": [os.devnull, out, err],
         }
         try:
-            with os.fdopen(self._answer, "w") as pipe:
+            with os.fdopen(self._write_end, "w") as pipe:
                 pipe.write(json.dumps(message) + "\n")
         except BrokenPipeError:
             # The fork had the only other end of the pipe.
@@ -248,9 +265,9 @@ class Early(ForkProcess):
         return True
 
     def run(self) -> None:
-        """Run in the fork: set up signals, streams, variables and arguments as of a new process.
+        """Run the command that `begin` sends; this method runs in the fork.
 
-        Then it runs the command that `begin` sends.
+        Before it, signals, streams, variables and arguments are set up as those of a new process.
         """
         die_with_parent(self.parent)
         os.setsid()
@@ -261,7 +278,7 @@ class Early(ForkProcess):
                     signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
                 )
         sys.unraisablehook = sys.__unraisablehook__
-        with os.fdopen(self._question) as pipe:
+        with os.fdopen(self._read_end) as pipe:
             # One line, not all: a later fork has the other end too, so the pipe stays open.
             message = json.loads(pipe.readline() or sys.exit())
         for stream, path in enumerate(message["streams"]):
@@ -279,7 +296,7 @@ class Early(ForkProcess):
         os.environ.update(message["env"])
         sys.argv = message["arguments"]
         try:
-            _go_on()
+            _run_main()
         except KeyboardInterrupt:
             _die_of_interrupt()
         finally:
@@ -322,7 +339,7 @@ def _flush() -> None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
 
 
-def _go_on() -> None:
+def _run_main() -> None:
     """Run the module or script that is the first of sys.argv, as the main program."""
     if sys.argv[0].endswith(".py"):
         # As `python SCRIPT.py` does it.
@@ -333,8 +350,8 @@ def _go_on() -> None:
 
 
 @contextmanager
-def unwarned() -> Iterator[None]:
-    """Leave out Python's warning of a fork inside the block.
+def ignore_fork_warning() -> Iterator[None]:
+    """Ignore Python's warning of a fork with threads, inside the block.
 
     Python 3.12 warns of the threads of OpenBLAS, which handles forks itself.
     """
@@ -343,9 +360,12 @@ def unwarned() -> Iterator[None]:
         yield
 
 
-def in_a_fork(holds: Callable[[], bool]) -> bool:
-    """Return whether something holds in a fork of this process."""
-    with unwarned():
+def holds_in_fork(holds: Callable[[], bool]) -> bool:
+    """Return whether `holds` returns True in a fork of this process.
+
+    `holds` must not raise: the fork would go on as a second copy of this program.
+    """
+    with ignore_fork_warning():
         child = os.fork()
     if child == 0:
         os._exit(int(not holds()))
@@ -353,7 +373,7 @@ def in_a_fork(holds: Callable[[], bool]) -> bool:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Switch Python's garbage collector off inside the block, which imports.
 
     Imports make many objects and drop few. The collector looks at all of them again and again, a
@@ -369,10 +389,10 @@ def uncollected() -> Iterator[None]:
 
 
 def run_module(
-    module: str, question: str = "", seconds: float | None = None, keeps: Sequence[int] = ()
+    module: str, stdin: str = "", seconds: float | None = None, pass_fds: Sequence[int] = ()
 ) -> tuple[int | None, str, str]:
-    """Run a module as `run_command` runs a command. It gets the file descriptors `keeps`."""
-    return run_command([sys.executable, "-m", module], question, seconds, keeps=keeps)
+    """Run a module as `run_command` runs a command, and return the same."""
+    return run_command([sys.executable, "-m", module], stdin, seconds, pass_fds=pass_fds)
 
 
 def output_of(command: Sequence[str], seconds: float) -> str | None:
@@ -389,15 +409,15 @@ def output_of(command: Sequence[str], seconds: float) -> str | None:
     return out
 
 
-def start_module(module: str, *arguments: str, keeps: Sequence[int]) -> subprocess.Popen[bytes]:
+def start_module(module: str, *arguments: str, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
     """Start a module in a process and a session of its own. Raises OSError.
 
     What it prints goes to standard error: standard output may be a table or a YAML that somebody
-    reads. `keeps`: file descriptors that it gets.
+    reads. `pass_fds`: file descriptors that it inherits.
     """
     command = [sys.executable, "-m", module, *arguments]
     return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=keeps, start_new_session=True
+        command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=pass_fds, start_new_session=True
     )
 
 
@@ -415,15 +435,18 @@ def start_command(
 
 def run_command(
     command: Sequence[str],
-    question: str = "",
+    stdin: str = "",
     seconds: float | None = None,
-    folder: str | None = None,
-    keeps: Sequence[int] = (),
+    cwd: str | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> tuple[int | None, str, str]:
-    """Run a command, and return its exit code, stdout and stderr. Raises OSError.
+    """Run a command, and return its exit code and what it wrote to stdout and stderr.
 
-    `question`: its stdin. `folder`: where it runs. `keeps`: file descriptors that it gets. The exit
-    code is None if it takes longer than `seconds`.
+    A command that takes longer than `seconds` is killed, and (None, "", "") is returned: what it
+    wrote is lost. Raises OSError if it cannot be started.
+
+    `stdin`: text for its standard input. `cwd`: the folder that it runs in. `pass_fds`: file
+    descriptors that it inherits.
     """
     how: dict[str, Any] = {
         "capture_output": True,
@@ -433,7 +456,7 @@ def run_command(
     }
     try:
         done = subprocess.run(
-            command, input=question, timeout=seconds, cwd=folder, pass_fds=keeps, **how
+            command, input=stdin, timeout=seconds, cwd=cwd, pass_fds=pass_fds, **how
         )
     except subprocess.TimeoutExpired:
         return None, "", ""
@@ -441,9 +464,9 @@ def run_command(
 
 
 class Helper(subprocess.Popen[str]):
-    """A process in a session of its own, whose lines of standard error go to `on_line`.
+    """A process in a session of its own that reads lines and writes lines to standard error.
 
-    Another thread calls `on_line`.
+    A thread calls `on_line` with each line that it writes.
     """
 
     def __init__(
@@ -543,4 +566,4 @@ def fork() -> int:
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
     sys.argv = sys.argv[2:]
-    _go_on()
+    _run_main()

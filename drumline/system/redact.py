@@ -1,6 +1,7 @@
-"""Secrets: kept out of all that is written down, and out of the config.
+"""Keep secrets out of all that is written down, and out of the config.
 
-Events, logs, trackers and error reports are redacted before they are written.
+Events, logs, trackers and error reports are redacted before they are written (`redact`,
+`redacted_json`).
 
 A Config has `${env:NAME}` in the place of a secret, and so has everything that is made from it: the
 plan, checkpoints, trackers. Code that uses the value looks it up in its own environment at that
@@ -40,7 +41,7 @@ _KINDS = (
 # Names of environment variables and keys whose values are secret: HF_TOKEN, api_key and
 # AWS_ACCESS_KEY_ID, but not pad_token or tokens.
 SECRET = re.compile(rf"(?:{_KINDS}|(?<!{_SPECIAL}_)TOKEN)$", re.IGNORECASE)
-# Names of which even a number is secret.
+# Names of keys of a config of which even a number is secret (`withhold`).
 PASSWORD = re.compile(rf"{_PASSWORDS}S?$", re.IGNORECASE)
 # scheme://user:password@, and scheme://token@. A match may only begin where a word begins, so that
 # the search through a text of n letters takes n steps.
@@ -61,26 +62,28 @@ _HINTS = re.compile(
     "token|key|secret|passw|passphrase|credential|database_url|dsn|pwd|bearer|basic|sig=|signature=|://",
     re.IGNORECASE,
 )
-# Least characters of a value that is redacted wherever it is found. Shorter values of some *_KEY
-# would blank out ordinary words.
+# A value of at least this many characters is redacted wherever it is found. Shorter values of some
+# *_KEY would blank out ordinary words.
 SHORTEST = 8
-# Least characters of a value that is known to be secret. It is redacted as a whole word.
+# A shorter value that is known to be secret is redacted as a whole word, if it has at least this
+# many characters.
 SHORTEST_KEPT = 4
-# How many pieces of a line, and how many characters of a piece, are held until the line ends.
+# The most pieces of a line, and the most characters of a piece, that are held until the line ends.
 MOST_HELD = 2**12
 REFERENCE = re.compile(r"\$\{env:([^{}]*)\}")
-# Places of a config that may have secrets and references: the code that uses these reveals them.
+# Places of a config that may have secrets and references, because the code that uses them calls
+# `reveal`.
 PLACES = re.compile(
     r"algorithm\.rewards\.\d+\.options\..+|algorithm\.generator\.url|strategy\.(secret|(options|config)\..+)",
     re.DOTALL,
 )
 ALLOWED = "rewards' options, generator.url, strategy.secret and a DeepSpeed config may hold one"
-# Keys with the names of a cluster's secrets, which are not secret themselves.
+# Keys whose values are names of a cluster's secrets, and so not secret themselves.
 NAMES = (
     "launch.secrets",
     "launch.image_pull_secrets",
 )
-# Variables whose values are secret, whatever their names.
+# Names of variables that `reveal` has looked up. Their values are secret, whatever the names.
 _kept: set[str] = set()
 
 
@@ -95,10 +98,12 @@ Secrets = list[Secret]
 
 
 def redact(text: str, values: Secrets | None = None) -> str:
-    """Return the text without secrets.
+    """Return a text with `[redacted]` in place of secrets.
 
-    They are NAME=value pairs, passwords in URLs, and the values of this environment's secrets
-    (`values`, if they are read already).
+    Secrets are the values of NAME=value pairs with a telling name, passwords in URLs, and the
+    values of this environment's secret variables.
+
+    `values`: the latter, if they were read already.
     """
     if values is None:
         values = _values()
@@ -115,7 +120,10 @@ def redact(text: str, values: Secrets | None = None) -> str:
 
 
 def _values() -> Secrets:
-    """Return the secret values of this environment."""
+    """Return the secret values of this environment, the longest first.
+
+    One secret may be a part of another, whose rest would stay if the part were replaced first.
+    """
     secrets: Secrets = []
     for name, value in os.environ.items():
         if name.startswith(OURS):
@@ -125,14 +133,17 @@ def _values() -> Secrets:
             secrets.append(Secret(value, True))
         elif _is_secret_name(name):
             secrets.append(Secret(value, False))
-    return secrets
+    return sorted(secrets, key=lambda secret: len(secret.value), reverse=True)
 
 
 def _parse_json(text: str) -> Any:
-    """Return the value of a JSON text, else the text itself."""
+    """Return the value of a JSON text, else the text itself.
+
+    Of variables with the prefix OURS, `withhold` sets JSON, and a user may set any text.
+    """
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # a variable of the user's own that has such a name
+    except (ValueError, RecursionError):
         return text
 
 
@@ -153,51 +164,53 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield from _leaves(inner)
 
 
-def plain(value: Any, secret: bool = False, values: Secrets | None = None) -> Any:
-    """Return a value in JSON's own types, redacted, keys too.
+def redacted_json(value: Any, secret: bool = False, values: Secrets | None = None) -> Any:
+    """Return a value in JSON's own types, with `[redacted]` in place of secrets, in keys too.
 
-    NaN becomes null and inf a string. What JSON does not know is written as its text. `secret`:
-    whether texts are redacted as a whole. `values`: the environment's secrets, read once for all
-    that is in the value.
+    NaN becomes null, inf a string, and what JSON does not know its text. Numbers stay, whatever
+    their keys are called: a metric may be named loss_per_token.
+
+    `value`: tensors and arrays in it must have one entry. `secret`: each text in it is a secret, as
+    a value of a key such as api_key. `values`: the environment's secrets, if they were read already.
     """
     if values is None:
         values = _values()
     if isinstance(value, str):
         return REDACTED if secret else redact(value, values)
     if isinstance(value, dict):
-        return _plain_dict(value, secret, values)
+        return _redacted_dict(value, secret, values)
     if isinstance(value, list | tuple | set):
-        return [plain(inner, secret, values) for inner in value]
+        return [redacted_json(inner, secret, values) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     if value is None or isinstance(value, bool | int | float):
         return value
-    # `item` gives the numbers of numpy and torch as Python's.
+    # A number of numpy or torch: `item` returns it as Python's own.
     if hasattr(value, "item"):
-        return plain(value.item(), secret, values)
-    return plain(str(value), secret, values)
+        return redacted_json(value.item(), secret, values)
+    return redacted_json(str(value), secret, values)
 
 
-def _plain_dict(value: dict[Any, Any], secret: bool, values: Secrets) -> dict[str, Any]:
-    """Return a dictionary as `plain` returns values."""
+def _redacted_dict(value: dict[Any, Any], secret: bool, values: Secrets) -> dict[str, Any]:
+    """Return a dictionary as `redacted_json` returns values."""
     result: dict[str, Any] = {}
     for key, inner in value.items():
         name = redact(str(key), values)
-        # Numbers stay whatever they are called: a metric may well be named loss_per_token.
-        plain_inner = plain(inner, secret or _is_secret_name(str(key)), values)
+        redacted_inner = redacted_json(inner, secret or _is_secret_name(str(key)), values)
         known = result.get(name)
-        if isinstance(plain_inner, int) and isinstance(known, int):
+        if isinstance(redacted_inner, int) and isinstance(known, int):
             # Counts by reason: two reasons that differ only in a secret are one.
-            plain_inner = known + plain_inner
-        result[name] = plain_inner
+            redacted_inner = known + redacted_inner
+        result[name] = redacted_inner
     return result
 
 
 class _Redacting:
-    """A text stream that writes no secret; everything else is the stream's own.
+    """A text stream that redacts what is written to it, and passes it to another stream.
 
-    It writes whole lines, or what a flush finds, because `print` gives the name of a secret and its
-    value one after the other. It has no lock: a process that is forked meanwhile would keep it.
+    It holds text until a line is whole or a flush comes, because `print` writes the name of a
+    secret and its value one after the other. It has no lock: a process that is forked meanwhile
+    would never release it.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -218,10 +231,11 @@ class _Redacting:
     def _write_held(self, only_whole_lines: bool) -> None:
         """Write the pieces that are held.
 
-        With `only_whole_lines` the rest after the last line is kept.
+        With `only_whole_lines` the text after the last line break stays held.
         """
         pieces = []
-        with suppress(IndexError):  # also if another thread takes the last one
+        # IndexError ends the loop, also if another thread took the last piece.
+        with suppress(IndexError):
             while True:
                 pieces.append(self._held.popleft())
         text = "".join(pieces)
@@ -248,7 +262,8 @@ def redacted_streams() -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # a full disk: what ended the work counts
+            # On a full disk: the error that ended the block counts.
+            with suppress(OSError):
                 out.flush()
                 err.flush()
 
@@ -256,8 +271,10 @@ def redacted_streams() -> Iterator[None]:
 def withhold(value: Any, where: Callable[[Place], str], place: Place = ()) -> Any:
     """Return a copy of the config's values in which `${env:…}` stands for each secret.
 
-    `where`: returns how an error names a place. Raises ConfigError for a secret, and for an
-    `${env:…}`, at a place where nobody would look it up.
+    The secrets themselves move to variables of this process's environment.
+
+    `value`: of the config, at `place`. `where`: returns how an error names a place. Raises
+    ConfigError for a secret or an `${env:…}` at a place that no code reveals.
     """
     dotted = ".".join(place)
     if dotted in NAMES:
@@ -289,7 +306,7 @@ def withhold(value: Any, where: Callable[[Place], str], place: Place = ()) -> An
 
 
 def withheld() -> dict[str, str]:
-    """Return the variables of this process that stand for secrets of a YAML."""
+    """Return the environment variables to which `withhold` has moved secrets."""
     return {name: value for name, value in os.environ.items() if name.startswith(OURS)}
 
 
@@ -309,10 +326,10 @@ def _is_secret(key: str, value: Any) -> bool:
 
 
 def reveal(value: Any, where: str) -> Any:
-    """Return the value with the environment's values in place of each `${env:NAME}`, at any depth.
+    """Return a value with the variables' values in place of each `${env:NAME}`, at any depth.
 
-    From then on they are redacted in this process. `where`: the value's key, for errors.
-    Raises ConfigError for a variable that is not set.
+    From then on these are redacted in what this process writes. `where`: the value's key, for
+    errors. Raises ConfigError for a variable that is not set.
     """
     if isinstance(value, dict):
         return {key: reveal(inner, f"{where}.{key}") for key, inner in value.items()}
@@ -322,7 +339,7 @@ def reveal(value: Any, where: str) -> Any:
         return value
     whole = REFERENCE.fullmatch(value)
     if whole and whole[1].startswith(OURS):
-        return json.loads(_variable(whole[1], where))
+        return _parse_json(_variable(whole[1], where))
     return REFERENCE.sub(lambda match: _variable(match[1], where), value)
 
 

@@ -13,28 +13,28 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any, Self
 
-# The exit code after Ctrl-C, by the convention of shells.
-LEFT = 130
-# The exit code after a signal, which is also that of errors.Preempted.
-NOTHING_LOST = 75
+# The exit code after Ctrl-C, by the convention of shells (128 + SIGINT).
+EXIT_INTERRUPTED = 130
+# The exit code after a signal that cost no work: the same command goes on later. It is EX_TEMPFAIL
+# of sysexits.h, and also that of errors.Preempted.
+EXIT_TEMPFAIL = 75
 
 
 class Signals:
-    """Handles the signals `numbers` by `_note` inside its block; then the old handlers are back.
+    """A context in which `_note` handles the signals `numbers`.
 
-    It has no effect outside of the main thread, as Python allows handlers there alone.
+    At its end the old handlers are back. It has no effect outside of the main thread, as Python
+    allows handlers there alone.
     """
 
     numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    # The first signal that came; 0 before.
-    number = 0
     _old: Mapping[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             old: dict[int, Any] = {}
             for number in self.numbers:
-                # `nohup` lets a process ignore that its terminal is lost, and it shall go on to.
+                # Under `nohup` a process ignores that its terminal is lost: keep ignoring it.
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                     continue
                 old[number] = signal.signal(number, self._note)
@@ -53,11 +53,12 @@ class Signals:
 class LauncherSignals(Signals):
     """The signals to the launcher.
 
-    `number`: the first one, 0 before; a lost terminal counts as SIGTERM. `at_once`: a Ctrl-C came
-    after it. Other signals that follow do not hurry: batch systems and wrappers repeat theirs while
-    the ranks are still saving.
+    `number`: the first signal, and 0 if none came; a lost terminal counts as SIGTERM. `at_once`: a
+    Ctrl-C came after it, so ranks are killed. Other signals that follow hurry nothing: batch
+    systems and wrappers repeat theirs while the ranks are still saving.
     """
 
+    number = 0
     at_once = False
     _around: Stoppable | None = None
 
@@ -99,17 +100,18 @@ class LauncherSignals(Signals):
 
 
 class StopFlag(Signals):
-    """The signals to a rank. The loop looks at `requested` between two steps.
+    """The signals that ask a rank to stop. The loop reads `requested` between two steps.
 
-    `requested`: the number of the last signal; 0 before.
+    `requested`: the number of the last signal; 0 if none came.
     """
 
     requested = 0
 
     def __init__(self, alone: bool = False) -> None:
-        """`alone`: no launcher repeats a Ctrl-C, so a second one is a KeyboardInterrupt.
+        """`alone`: the rank has no launcher, so a second Ctrl-C raises KeyboardInterrupt.
 
-        It may take long until the loop is between two steps.
+        Under a launcher a rank may get the same Ctrl-C twice. Alone, the user presses it again if
+        the step takes long.
         """
         self.alone = alone
 
@@ -142,6 +144,8 @@ class Stoppable(Signals):
     """
 
     numbers = (*Signals.numbers, signal.SIGHUP)
+    # The first signal; 0 if none came.
+    number = 0
 
     def __enter__(self) -> Self:
         self._hook = sys.unraisablehook
@@ -161,7 +165,7 @@ class Stoppable(Signals):
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.number and number == signal.SIGINT:
-            os._exit(NOTHING_LOST)
+            os._exit(EXIT_TEMPFAIL)
         if not self.number:
             self.number = number
             _kill_children()
@@ -189,5 +193,5 @@ def _kill_children() -> None:
             if not any("multiprocessing.resource_tracker" in part for part in child.cmdline()):
                 child.kill()
         except psutil.Error:
-            # It has ended.
+            # It has ended already.
             continue

@@ -1,7 +1,7 @@
 """Render the Jinja2 templates that lie beside the package's modules.
 
-A template is named by its path in the package. One that names a value that it was not given is an
-error, never an empty text.
+A template is named by its path in the package. A value that it uses and was not given raises an
+error, and is never an empty text.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def environment(**options: Any) -> Environment:
 
 
 @cache
-def _of_text() -> Environment:
+def _text_environment() -> Environment:
     """Return the environment of templates that are not HTML, such as scripts."""
     return environment(autoescape=False)
 
 
 def render_text(template: str, **values: Any) -> str:
     """Return a template with values as they are: what a shell reads must be quoted already."""
-    return _of_text().get_template(template).render(values)
+    return _text_environment().get_template(template).render(values)

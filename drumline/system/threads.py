@@ -1,4 +1,4 @@
-"""Threads of a rank that compute beside its main thread. No torch at the top."""
+"""Threads of a rank that compute beside its main thread. torch is only imported if one is used."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def on_this_gpu(work: Callable[P, T]) -> Callable[P, T]:
-    """Return `work` for another thread, with the current GPU of the thread that calls this.
+def bind_to_gpu(work: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that calls `work` on the GPU that is current now, from any thread.
 
-    A new thread begins on GPU 0. If this process uses no GPU, `work` is returned as it is.
+    A new thread would begin on GPU 0. If this process uses no GPU, `work` itself is returned.
     """
     import torch
 

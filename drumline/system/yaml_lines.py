@@ -1,4 +1,4 @@
-"""Reads YAML safely, and notes the line of every key, so that an error can say where."""
+"""Read YAML safely, and note the line of every key, so that an error can name it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from drumline.foreign import MOST_DEPTH, MOST_WHOLE, text_mistake
 # Keys and list positions from the top, as they are written: ("data", "train", "0", "path").
 Place = tuple[str, ...]
 
-# Values of a YAML at most. A config of a hundred lines has a few hundred, but aliases of aliases
+# The most values of a YAML. A config of a hundred lines has a few hundred, but aliases of aliases
 # can unfold to billions.
 MOST_VALUES = 100_000
-# A longer number is too large without being converted: 64 bits take at most 66 characters.
+# A longer number is refused before it is converted: 64 bits take at most 66 characters.
 MOST_DIGITS = 80
 
 
@@ -85,7 +85,7 @@ _set_up_types()
 
 
 def write_yaml(values: dict[str, Any]) -> str:
-    """Return YAML that `read_yaml` reads back as it was, with keys in their own order."""
+    """Return a YAML text that `read_yaml` reads back as the same values, with keys in order."""
     return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
@@ -102,7 +102,7 @@ def read_yaml(text: str, name: str) -> tuple[Any, dict[Place, int]]:
         if node is None:
             return None, lines
         _Walk(lines, name).visit(node, ())
-        return _unshared(loader.construct_document(node)), lines
+        return _copy_unshared_parts(loader.construct_document(node)), lines
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         what = f"character {chr(error.character)!r} may not stand in it"
@@ -133,12 +133,12 @@ def _unreadable(problem: str, where: str, fix: str) -> ConfigError:
     return ConfigError(f"not readable as YAML: {problem}", where=where, fix=fix)
 
 
-def _unshared(value: Any) -> Any:
+def _copy_unshared_parts(value: Any) -> Any:
     """Return a copy in which no dictionary or list stands at two places."""
     if isinstance(value, dict):
-        return {key: _unshared(inner) for key, inner in value.items()}
+        return {key: _copy_unshared_parts(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_unshared(inner) for inner in value]
+        return [_copy_unshared_parts(inner) for inner in value]
     return value
 
 

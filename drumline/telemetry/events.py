@@ -23,8 +23,8 @@ from typing import Any, ClassVar, dataclass_transform
 
 from drumline.errors import EnvironmentFault
 from drumline.foreign import open_plain, read_bytes
-from drumline.system.files import following
-from drumline.system.redact import plain
+from drumline.system.files import follow_file
+from drumline.system.redact import redacted_json
 from drumline.telemetry.damage import fits, parse, types_of
 from drumline.telemetry.plan_accuracy import Measurement
 
@@ -447,7 +447,7 @@ class EventLog:
         It is redacted, NaN is null, and inf is a string. Raises OSError if the file cannot be
         written for another reason than a full disk.
         """
-        values: dict[str, Any] = plain(event.values())
+        values: dict[str, Any] = redacted_json(event.values())
         text = json.dumps(values, allow_nan=False, ensure_ascii=False)
         self._waiting += text.encode(errors="backslashreplace") + b"\n"
         try:
@@ -593,5 +593,5 @@ def tail(path: Path, on_event: Emit, offset: int | None = None) -> Iterator[None
             if event is not None:
                 on_event(event)
 
-    with following(path, parse_piece, offset):
+    with follow_file(path, parse_piece, offset):
         yield

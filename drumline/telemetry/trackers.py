@@ -26,7 +26,7 @@ from drumline.errors import ConfigError, EnvironmentFault
 from drumline.foreign import class_and_line, first_line
 from drumline.system.files import write_whole
 from drumline.system.output import say
-from drumline.system.redact import plain, redact
+from drumline.system.redact import redact, redacted_json
 from drumline.telemetry.events import Eval, Event, Restore, Rollout, Save, Step
 from drumline.telemetry.watched import Devices, Samples
 
@@ -274,7 +274,7 @@ def open_sinks(
     ids = _known_ids(run_dir)
     sinks = []
     for kind in report_to:
-        run = Run(run_dir, options.name or name, plain(config), ids.get(kind), options)
+        run = Run(run_dir, options.name or name, redacted_json(config), ids.get(kind), options)
         tracker = _open_tracker(kind, run, base_dir)
         if tracker is not None:
             ids[kind] = str(tracker.id)
@@ -375,7 +375,7 @@ class Callbacks:
             try:
                 method = getattr(callback, hook, _ignore)
                 # A copy for each, so that no callback changes what the next one gets.
-                values = plain(event.values())
+                values = redacted_json(event.values())
                 method(values)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own code may raise anything, none of it worth the run
                 del self.called[path]

@@ -37,7 +37,7 @@ from drumline.report.progress import Progress
 from drumline.report.start_banner import banner_lines
 from drumline.report.waiting import PhaseDurations
 from drumline.system.output import verbosity
-from drumline.system.process import uncollected
+from drumline.system.process import pause_garbage_collection
 from drumline.system.yaml_lines import write_yaml
 from drumline.telemetry.events import Event, read
 
@@ -273,7 +273,7 @@ def launch_ranks(
         config.launch.require()
         # Processes that become ranks start now, and import while the plan is made.
         early_ranks = stack.enter_context(config.launch.early(config, run_dir / "plan.json"))
-        with uncollected():
+        with pause_garbage_collection():
             from drumline.train.replan import Replanner
             from drumline.train.setup import claim_run_dir, keep_learning_rate, make_plan
 

@@ -213,7 +213,7 @@ class DataLoaderBuilder:
         training = self._batch_stream(
             cache, order, plan.batch, position, stop_position, plan.config.data.prefetch, "batch"
         )
-        heartbeat.answer("samples", lambda: training.ids(heartbeat.position()).tolist())
+        heartbeat.register_answer("samples", lambda: training.ids(heartbeat.position()).tolist())
         held_out: dict[str, Batches] = {}
         for name, folder in data.eval_caches.items():
             held_out[name] = partial(self.batches_of_folder, folder)

@@ -173,13 +173,13 @@ def start_heartbeats(plan: Plan) -> None:
         )
     if heartbeat.register(plan.config.health.limits()) is None:
         return
-    heartbeat.answer("collectives", flight.recent)
+    heartbeat.register_answer("collectives", flight.recent)
     if plan.config.compile.enabled:
         # Importing torch._dynamo takes a second.
         from drumline.vendor.torch import on_compile_end, on_compile_start
 
-        on_compile_start(lambda *_: heartbeat.compiling(True))
-        on_compile_end(lambda *_: heartbeat.compiling(False))
+        on_compile_start(lambda *_: heartbeat.note_compilation(True))
+        on_compile_end(lambda *_: heartbeat.note_compilation(False))
 
 
 def run_start(plan: Plan, resume: Resume | None) -> RunStart:

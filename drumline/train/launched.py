@@ -35,7 +35,7 @@ from drumline.system.files import write_whole
 from drumline.system.output import verbosity
 from drumline.system.process import process
 from drumline.system.redact import withheld
-from drumline.system.signals import NOTHING_LOST, Interrupted
+from drumline.system.signals import EXIT_TEMPFAIL, Interrupted
 from drumline.telemetry.events import read_tail
 from drumline.telemetry.watched import Hang
 from drumline.train.entry import run
@@ -163,7 +163,7 @@ def _publish_failure(error: BaseException, ranks: RankInfo) -> None:
         # Before the other ranks end: some launchers then stop the ranks that are left at once.
         record_failure(error)
     elif isinstance(error, Interrupted):
-        code = NOTHING_LOST
+        code = EXIT_TEMPFAIL
     # The other ranks wait for either of these two.
     for name in ("plan", "go"):
         publish(json.dumps({"exit_code": code}), name)

@@ -275,7 +275,7 @@ class Loop:
         """Wait for the next batch; None after the last one."""
         # A step whose traffic is counted may take as long as it likes.
         is_counted = self.measure.traffic.due(self.state.step)
-        heartbeat.step(self.state.step, self.state.position, free=is_counted)
+        heartbeat.step(self.state.step, self.state.position, untimed=is_counted)
         heartbeat.beat("data")
         return next(batches, None)
 

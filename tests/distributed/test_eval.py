@@ -3,6 +3,7 @@ weights, under any strategy."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,21 @@ import pytest
 import torch
 
 from drumline.checkpoint.load import newest
-from drumline.errors import CheckpointError, ConfigError, EnvironmentFault, UserError
-from drumline.inference.evaluate import answers, evaluate, model_of, score_with_lm_eval, show
+from drumline.errors import (
+    CheckpointError,
+    ConfigError,
+    DrumlineError,
+    EnvironmentFault,
+    UserError,
+)
+from drumline.inference import evaluate as evaluation
+from drumline.inference.evaluate import (
+    answer_held_out_prompts,
+    evaluate,
+    lm_eval_model,
+    score_with_lm_eval,
+    show,
+)
 from tests.distributed.setups import case
 from tests.harness import (
     chat_rows,
@@ -131,7 +145,19 @@ def test_bad_input(config: Path, run: Path) -> None:
     with pytest.raises(ConfigError, match="there is no held-out set"):
         evaluate(config, ["data.eval=[]"], None)
     with pytest.raises(UserError, match="it is for algorithm sft, and this is pretrain"):
-        answers(config, ["algorithm=pretrain"], None, 3)
+        answer_held_out_prompts(config, ["algorithm=pretrain"], None, 3)
+
+
+def test_ranks_that_measure_nothing_leave_their_logs(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "launch", lambda *_, **__: 0)
+    with pytest.raises(DrumlineError, match="ended without a metric") as error:
+        evaluate(config, [], None)
+    assert error.value.where is not None
+    scratch = Path(error.value.where)
+    assert (scratch / "plan.json").is_file()
+    shutil.rmtree(scratch)
 
 
 def test_lm_eval_is_asked_for_by_name_when_it_is_missing(
@@ -142,10 +168,23 @@ def test_lm_eval_is_asked_for_by_name_when_it_is_missing(
         score_with_lm_eval(run, [], None, ["arc_easy"], None, None)
 
 
+def test_lm_eval_of_a_run_s_checkpoint_is_noted_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "require_package", lambda *_: None)
+    monkeypatch.setattr(evaluation, "lm_eval_model", lambda *_: {})
+    monkeypatch.setattr(evaluation, "_run_lm_eval", lambda *_: {"drum_tiny": {"acc": 0.5}})
+    (tmp_path / "plan.json").write_text("{}")
+    checkpoint = tmp_path / "checkpoints" / "step-00000002"
+    checkpoint.mkdir(parents=True)
+    assert score_with_lm_eval(tmp_path, [], checkpoint, ["drum_tiny"], None, None) == 0
+    assert scores(tmp_path) == {"acc": 0.5}
+
+
 def test_lm_eval_s_model_may_be_a_checkpoint(run: Path) -> None:
     saved = newest_checkpoint(run)
-    assert isinstance(model_of(saved)["pretrained"], torch.nn.Module)
-    assert isinstance(model_of(run)["pretrained"], str)
+    assert isinstance(lm_eval_model(saved)["pretrained"], torch.nn.Module)
+    assert isinstance(lm_eval_model(run)["pretrained"], str)
 
 
 def newest_checkpoint(run: Path) -> Path:
@@ -198,7 +237,7 @@ def test_what_is_learned_by_heart_is_answered_so(tmp_path: Path) -> None:
     run = tmp_path / "run"
     last = events(run, "eval")[-1]
     assert last["exact_match"] == 1.0
-    assert answers(path, [], None, 3) == 0
+    assert answer_held_out_prompts(path, [], None, 3) == 0
     found = read_json(run / "eval.json")["generated"]
     for figure in ("exact", "verified", "ended"):
         assert found["metrics"][figure] == 1.0, figure
@@ -207,7 +246,9 @@ def test_what_is_learned_by_heart_is_answered_so(tmp_path: Path) -> None:
         assert one["answer"] == one["right"]
     expected = chat_rows(3)
     rows = write_rows(tmp_path / "rows.jsonl", expected)
-    assert answers(path, [f"data.eval=[{{kind: file, path: {rows}}}]"], None, 9) == 0
+    assert (
+        answer_held_out_prompts(path, [f"data.eval=[{{kind: file, path: {rows}}}]"], None, 9) == 0
+    )
     found = read_json(run / "eval.json")["generated"]
     assert found["metrics"]["exact"] == 0.0
     assert "verified" not in found["metrics"]

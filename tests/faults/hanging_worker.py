@@ -52,7 +52,9 @@ def main() -> None:
     with exit_on_error():
         start_heartbeats(plan)
         ranks = start("cpu", "gloo", 120)
-        heartbeat.answer("samples", lambda: [heartbeat.position(), heartbeat.position() + 1])
+        heartbeat.register_answer(
+            "samples", lambda: [heartbeat.position(), heartbeat.position() + 1]
+        )
         (run / f"pid-{ranks.rank}").write_text(str(os.getpid()))
         try:
             walk(run, ranks.rank)

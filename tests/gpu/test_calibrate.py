@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.hardware.catalog import by_driver
+from drumline.hardware.catalog import find_by_driver_name
 from drumline.hardware.cluster import read_calibration
 from tests.gpu.stand_in import GPUS, IS_STAND_IN, NEEDS_CUDA, WITHOUT_NUMBERS
 from tests.harness import ENV, run_drumline
@@ -38,7 +38,7 @@ def test_a_gpu_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     measured_sizes = {size for _, size in measured.collectives}
     assert measured_sizes == group_sizes()
 
-    spec = by_driver(torch.cuda.get_device_name())
+    spec = find_by_driver_name(torch.cuda.get_device_name())
     if spec is None or IS_STAND_IN:
         return  # no time over the stand-in means anything
     for name, rate in measured.matmul.items():

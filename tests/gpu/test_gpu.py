@@ -18,7 +18,7 @@ from drumline.data.batches import TokenBatch
 from drumline.engine.compress import compress_ddp
 from drumline.engine.data_parallel import Replicated
 from drumline.engine.transforms import apply_ddp, apply_sync_batchnorm
-from drumline.system.threads import on_this_gpu
+from drumline.system.threads import bind_to_gpu
 from drumline.train.data_loaders import Copies
 from tests.gpu.runs import memory_of_ranks, same_losses, train
 from tests.gpu.stand_in import (
@@ -93,7 +93,7 @@ def test_a_batch_is_copied_beside_a_step() -> None:
 def test_a_thread_begins_on_the_gpu_of_its_rank() -> None:
     with torch.cuda.device(1), ThreadPoolExecutor(1) as thread:
         torch.zeros(1, device="cuda")
-        current = thread.submit(on_this_gpu(torch.cuda.current_device))
+        current = thread.submit(bind_to_gpu(torch.cuda.current_device))
         assert current.result() == 1
 
 

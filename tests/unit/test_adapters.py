@@ -16,7 +16,7 @@ from drumline.config.load import load
 from drumline.config.mesh import Mesh
 from drumline.config.model import ModelConfig
 from drumline.errors import EnvironmentFault, ModelError, PlanError
-from drumline.inference.card import card
+from drumline.inference.card import model_card
 from drumline.models import adapters
 from drumline.models.build import build_model
 from drumline.models.export import export
@@ -339,7 +339,7 @@ def test_the_adapter_of_a_classifier_names_its_classes(folder: Path, tmp_path: P
     export(run, out, "last", adapter=True)
     written = json.loads((out / "drumline.json").read_text())
     assert written["labels"] == [*labels]
-    assert "| 1 | y\\*s |" in card(run, plan, out, "me/mine", adapter=True)
+    assert "| 1 | y\\*s |" in model_card(run, plan, out, "me/mine", adapter=True)
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["merged", "adapter"])

@@ -17,14 +17,14 @@ from drumline.config.load import load
 from drumline.errors import EnvironmentFault
 from drumline.hardware.cluster import (
     Calibration,
-    Measured,
+    CostLine,
     Product,
     calibration_for,
     calibration_path,
-    hardware,
+    hardware_name,
     line_through,
     read_calibration,
-    software,
+    software_name,
 )
 from drumline.hardware.detect import Device, Machine, detect
 from drumline.planner.cluster import cluster_of
@@ -37,12 +37,12 @@ MEASURED = Calibration(
     matmul={"fp32": 2e9},
     memory=1e9,
     collectives={
-        ("all_reduce", 2): Measured(1e-3, 1e9),
-        ("all_reduce", 4): Measured(2e-3, 5e8),
-        ("p2p", 2): Measured(0.0, 1e8),
+        ("all_reduce", 2): CostLine(1e-3, 1e9),
+        ("all_reduce", 4): CostLine(2e-3, 5e8),
+        ("p2p", 2): CostLine(0.0, 1e8),
     },
-    host={"to_device": Measured(1e-5, 2e10)},
-    disk={"write": Measured(1e-3, 1e8)},
+    host={"to_device": CostLine(1e-5, 2e10)},
+    disk={"write": CostLine(1e-3, 1e8)},
     products={"fp32": (Product(8, 16, 16, 1e9), Product(64, 64, 64, 2e9))},
 )
 CPU = Machine([], 2, 2**33, "cpu", False)
@@ -80,8 +80,8 @@ def test_two_ranks_measure_and_planning_reads_it(
     measured = calibration_for(machine)
 
     assert measured is not None
-    assert measured.hardware == hardware(machine)
-    assert measured.software == software(machine)
+    assert measured.hardware == hardware_name(machine)
+    assert measured.software == software_name(machine)
 
     kinds = {kind for kind, _ in measured.collectives}
 
@@ -161,10 +161,10 @@ def test_what_is_written_is_read_back(tmp_path: Path, cache: Path) -> None:
 
 def test_a_calibration_is_of_the_machine_and_the_torch_it_was_measured_with(cache: Path) -> None:
     assert calibration_for(GPU) is None
-    assert hardware(GPU) == "NVIDIA X"
-    assert "nccl" in software(GPU)
+    assert hardware_name(GPU) == "NVIDIA X"
+    assert "nccl" in software_name(GPU)
 
-    of_gpu = replace(MEASURED, hardware="NVIDIA X", software=software(GPU))
+    of_gpu = replace(MEASURED, hardware="NVIDIA X", software=software_name(GPU))
     write(of_gpu, calibration_path(GPU), measured="today", quick=False)
 
     assert calibration_for(GPU) == of_gpu
@@ -223,14 +223,14 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("points", "line"),
     [
-        ([(1e3, 2e-3), (1e6, 3e-3), (1e7, 12e-3)], Measured(0.002, 1e9)),
-        ([(1e6, 1e-3), (1e8, 0.1)], Measured(0.0, 1e9)),
-        ([(1e6, 1e-3)], Measured(0.0, 1e9)),
+        ([(1e3, 2e-3), (1e6, 3e-3), (1e7, 12e-3)], CostLine(0.002, 1e9)),
+        ([(1e6, 1e-3), (1e8, 0.1)], CostLine(0.0, 1e9)),
+        ([(1e6, 1e-3)], CostLine(0.0, 1e9)),
         ([(1e6, 2e-3), (2e6, 1e-3)], None),
         ([(1e6, 1e-3), (1e7, 2e-2)], None),
     ],
 )
-def test_a_line_through_timings(points: list[tuple[float, float]], line: Measured | None) -> None:
+def test_a_line_through_timings(points: list[tuple[float, float]], line: CostLine | None) -> None:
     """Where no line with a latency fits, for noise, there is a rate between those seen."""
     found = line_through(points)
 

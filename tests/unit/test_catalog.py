@@ -13,7 +13,7 @@ from drumline.bench.calibrate import write
 from drumline.config.load import load_text, schema
 from drumline.errors import ConfigError
 from drumline.hardware import catalog
-from drumline.hardware.cluster import Calibration, Cluster, Collective, Measured, Product
+from drumline.hardware.cluster import Calibration, Cluster, Collective, CostLine, Product
 from drumline.hardware.detect import Device, Machine
 from drumline.planner.cluster import cluster_of, cluster_of_machine, with_nodes
 from tests.harness import ROOT
@@ -148,7 +148,7 @@ def test_an_impossible_cluster_is_one_line(text: str) -> None:
 
 def test_every_device_of_the_catalog_is_whole() -> None:
     for name, spec in catalog.DEVICES.items():
-        assert catalog.device(name) is spec and spec.source and spec.name == name
+        assert catalog.find_device(name) is spec and spec.source and spec.name == name
         assert (
             spec.flops["fp16"] > spec.flops["fp32"] > 1e12
             and spec.bandwidth > 1e11
@@ -174,7 +174,7 @@ def test_every_device_of_the_catalog_is_whole() -> None:
     ],
 )
 def test_links_by_name(name: str, gb_s: float) -> None:
-    link = catalog.link(name)
+    link = catalog.find_link(name)
     assert link is not None and link.bandwidth == pytest.approx(gb_s * 1e9)
 
 
@@ -377,7 +377,7 @@ def test_copies_to_the_host_and_the_disk() -> None:
         and gpu.host_seconds("to_device", 0) == 0
     )
     assert gpu.disk_seconds("write", 3.5e9) == 1 and said("2xcpu").host_seconds("to_host", 1e9) == 0
-    measured = Calibration(host={"to_host": Measured(0.5, 1e9)}, disk={"read": Measured(0.25, 1e9)})
+    measured = Calibration(host={"to_host": CostLine(0.5, 1e9)}, disk={"read": CostLine(0.25, 1e9)})
     known = replace(gpu, calibration=measured)
     assert (known.host_seconds("to_host", 1e9), known.disk_seconds("read", 1e9)) == (1.5, 1.25)
 
@@ -400,9 +400,9 @@ def test_what_was_measured_goes_before_the_datasheet() -> None:
         matmul={"fp32": 7e10},
         products={"fp32": (Product(16, 64, 64, 1e10), Product(4096, 1024, 1024, 7e10))},
         collectives={
-            ("all_reduce", 2): Measured(1e-3, 1e9),
-            ("all_reduce", 8): Measured(2e-3, 0.5e9),
-            ("all_gather", 2): Measured(0, 1e8),
+            ("all_reduce", 2): CostLine(1e-3, 1e9),
+            ("all_reduce", 8): CostLine(2e-3, 0.5e9),
+            ("all_gather", 2): CostLine(0, 1e8),
         },
     )
     cluster = cluster_of_machine(LAPTOP, 8, measured)
@@ -423,10 +423,10 @@ def test_what_was_measured_goes_before_the_datasheet() -> None:
     assert said("4xh100", LAPTOP, 1, measured).calibration == Calibration()
     assert said(
         "{device: cpu, per_node: 2, nodes: 2}", LAPTOP, 1, measured
-    ).calibration == measured.shared(2)
+    ).calibration == measured.share_among(2)
     assert said(
         "{device: cpu, per_node: 2, intra: 10Gb}", LAPTOP, 1, measured
-    ).calibration == replace(measured.shared(2), collectives={})
+    ).calibration == replace(measured.share_among(2), collectives={})
 
 
 def test_the_page_s_examples_are_clusters() -> None:

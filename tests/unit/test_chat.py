@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,20 @@ from safetensors.torch import load_file, save_file
 from drumline.config.config import LoRAConfig
 from drumline.config.model import ModelConfig
 from drumline.errors import CheckpointError, DataError, ModelError, UserError
-from drumline.inference.evaluate import HeldOutPrompt, complete_prompts, drop_full_prompts
-from drumline.inference.model import CONTROLS, Conversation, Model, Printer, chat, open_model
+from drumline.inference import model as inference_model
+from drumline.inference.evaluate import HeldOutPrompt, complete_prompts, drop_too_long_prompts
+from drumline.inference.model import (
+    CONTROLS,
+    Conversation,
+    Model,
+    Printer,
+    chat,
+    load,
+    open_model,
+)
 from drumline.models.templates import turn_end, turn_tail
 from drumline.models.tokenizer import load_tokenizer
+from drumline.plan.plan import Plan
 from tests.harness import ENV, drumline
 from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer
 from tests.unit.test_models_export import save_steps, write_plan
@@ -77,13 +88,13 @@ def test_a_prompt_without_room_is_passed_over_with_a_note(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     questions = [HeldOutPrompt([1] * size, "") for size in (3, 8, 9, 7)]
-    assert [len(question.tokens) for question in drop_full_prompts(questions, 8)] == [3, 7]
+    assert [len(question.tokens) for question in drop_too_long_prompts(questions, 8)] == [3, 7]
     assert (
         "note: 2 of 4 held-out prompts leave no room for an answer within data.max_length 8"
         in capsys.readouterr().err
     )
     with pytest.raises(DataError, match="2 of 2 held-out prompts leave no room"):
-        drop_full_prompts(questions[1:3], 8)
+        drop_too_long_prompts(questions[1:3], 8)
 
 
 def turn(role: str, text: str) -> str:
@@ -177,6 +188,21 @@ def test_an_answer_that_fails_leaves_the_conversation_as_it_was(
         )
         talk.answer("two?")
     assert talk.turns == before
+
+
+def test_an_answer_that_is_interrupted_counts_up_to_there(
+    loaded: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, streamer: Printer, **__: Any) -> None:
+        for token in [0, *loaded.tokenizer("one two")["input_ids"]]:
+            streamer.put(torch.tensor([token]))
+        raise KeyboardInterrupt
+
+    talk = Conversation(loaded, 5, 0.0, None)
+    monkeypatch.setattr(loaded.module, "generate", interrupted)
+    assert talk.answer("one?") == "one two"
+    assert talk.turns[-1]["content"] == "one two"
+    assert capsys.readouterr().out == "one two …\n"
 
 
 def test_without_a_template_each_line_is_continued(loaded: Model) -> None:
@@ -299,6 +325,18 @@ def save_export(run: Path, **_: Any) -> None:
 
 def first_weight(model: Any) -> torch.Tensor:
     return next(iter(model.state_dict().values()))
+
+
+def test_a_run_of_an_own_module_may_lie_below_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    model = SimpleNamespace(builder="package.function")
+    plan = SimpleNamespace(config=SimpleNamespace(plain=True, model=model))
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    monkeypatch.setattr(Plan, "load", lambda *_: plan)
+    monkeypatch.setattr(inference_model, "read_module", lambda _, run_dir, __: ("own", run_dir))
+    assert load(f"~/{tmp_path.name}").module == "own"
 
 
 @pytest.mark.slow

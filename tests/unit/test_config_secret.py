@@ -66,6 +66,14 @@ def test_a_named_variable_is_looked_up_when_it_is_used(monkeypatch: pytest.Monke
     assert redact("it was open-sesame") == "it was [redacted]"
 
 
+def test_a_user_may_set_the_variable_of_a_withheld_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run folder's config names it. Its value is then no JSON."""
+    monkeypatch.setenv(KEY, "open-sesame")
+    assert reveal({"api_key": f"${{env:{KEY}}}"}, "o") == {"api_key": "open-sesame"}
+
+
 def test_a_run_folders_config_lacks_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     written = to_yaml(load_text(GRPO % "{api_key: hunter2hunter2}", []))
     monkeypatch.delenv(KEY)

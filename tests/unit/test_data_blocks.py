@@ -331,7 +331,7 @@ def test_a_source_that_stalls_is_no_sign_of_life(
     makes.ids(0, 16)
     (tmp_path / "stall").touch()
     monkeypatch.setattr(heartbeat, "_heart", heart)
-    heart.step(5, 0, free=False)
+    heart.step(5, 0, untimed=False)
     heart.beat("data")
 
     def has_stalled() -> bool:

@@ -17,7 +17,7 @@ import pytest
 
 from drumline.config.config import Config
 from drumline.errors import PlanError
-from drumline.hardware.detect import HIDING
+from drumline.hardware.detect import VISIBILITY_VARIABLES
 from drumline.launch.early import EarlyRanks
 from drumline.train import entry
 from drumline.vendor.transformers import import_without_torchao
@@ -35,7 +35,7 @@ LAUNCHER = """
 import json, os, signal, sys, types
 sys.modules["drumline.train.preload"] = types.ModuleType("preload")
 from drumline.config.config import Config
-from drumline.system.process import tied
+from drumline.system.process import tied_arguments
 from drumline.launch import early
 from drumline.launch.early import EarlyRanks
 signal.signal(signal.SIGTERM, lambda *more: None)
@@ -55,7 +55,7 @@ children = [early.pid for early in ranks.waiting]
 
 def take(threads):
     with open(folder + "/out", "w") as out, open(folder + "/err", "w") as err:
-        command = [sys.executable, *tied(folder + "/rank.py", "plan.json")]
+        command = [sys.executable, *tied_arguments(folder + "/rank.py", "plan.json")]
         env = {"RANK": "7", "OMP_NUM_THREADS": threads, "PATH": os.environ["PATH"]}
         return ranks.start_rank(lambda **options: "usual", command, env=env, stdout=out, stderr=err, start_new_session=True)
 
@@ -135,12 +135,12 @@ def test_there_are_none_where_what_was_imported_has_asked_cuda(
 
 
 def test_a_rank_on_the_processor_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in HIDING:
+    for name in VISIBILITY_VARIABLES:
         monkeypatch.setenv(name, "0")
     seen = {}
 
     def note_what_is_visible(plan: Any, resume: str | None) -> None:
-        seen[plan.device] = [os.environ[name] for name in HIDING]
+        seen[plan.device] = [os.environ[name] for name in VISIBILITY_VARIABLES]
 
     for device in ("cuda", "cpu"):
         plan = SimpleNamespace(device=device)

@@ -219,8 +219,11 @@ def test_a_kill_counts_where_the_kernel_counts_it(tmp_path: Path) -> None:
     )
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "memory.events").write_text("low 0\noom 5\noom_kill 2\n")
-    assert Groups(tmp_path, "0::/job\n").oom_kills() == 2
-    assert Groups(tmp_path, "0::/elsewhere\n").oom_kills() is None
+    assert Groups(tmp_path, "0::/job\n").oom_kill_count() == 2
+    (tmp_path / "memory.events").write_text("oom_kill 7\n")
+    assert Groups(tmp_path, "0::/job\n").oom_kill_count() == 2, "kills of other groups do not count"
+    (tmp_path / "memory.events").unlink()
+    assert Groups(tmp_path, "0::/elsewhere\n").oom_kill_count() is None
 
 
 def test_changes_are_keys_of_the_yaml() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +60,15 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one(
     assert path.read_text() == "new"
 
 
+def test_two_processes_with_the_same_id_write_a_shared_path(tmp_path: Path) -> None:
+    """In containers on two hosts, for example, both may be process 1."""
+    path = tmp_path / "x"
+    with whole_file(path, shared=True) as file:
+        file.write(b"first")
+        write_whole(path, "second", shared=True)
+    assert contents(tmp_path) == {"x": "first"}
+
+
 def test_a_file_is_made_once(tmp_path: Path) -> None:
     path = tmp_path / "x"
     assert create_whole(path, b"first")
@@ -85,6 +96,16 @@ def test_folders_take_their_names(tmp_path: Path) -> None:
 
     assert contents(final) == {"x": "third"}
     assert list(tmp_path.iterdir()) == [final]
+
+
+def test_a_living_process_keeps_its_temporary_folder(tmp_path: Path) -> None:
+    with temporary_folder(tmp_path) as mine:
+        # For two days it wrote only to subfolders, or nothing.
+        past = time.time() - 2 * 24 * 3600
+        os.utime(mine, (past, past))
+        with temporary_folder(tmp_path):
+            pass
+        assert mine.exists()
 
 
 def nodes_of_package() -> Iterator[tuple[str, ast.AST]]:

@@ -212,7 +212,7 @@ def test_limits_are_learned_and_first_steps_are_not(watch: Watch) -> None:
     assert late(watch, 0.0) is None
     for step in range(4):
         for heart in (one, two):
-            heart.step(step, 2 * step, free=False)
+            heart.step(step, 2 * step, untimed=False)
             heart.beat("forward")
             heart.floats[heart.at + heartbeat.SINCE] -= (1000.0, 1000.0, 3.0, 0.0)[step]
             heart.beat("backward")
@@ -226,9 +226,9 @@ def test_limits_are_learned_and_first_steps_are_not(watch: Watch) -> None:
     assert watch._limit(0) == 100.0, "that of start-up, before one was seen"
     one.beat("optimizer")
     assert watch._limit(0) == 5.0
-    one.compiling(True)
+    one.note_compilation(True)
     assert watch._limit(0) == 100.0
-    one.compiling(False)
+    one.note_compilation(False)
     one.beat("save")
     assert watch._limit(0) == 100.0
 
@@ -241,7 +241,7 @@ def test_what_comes_between_steps_has_the_limit_of_health_until_it_was_over_once
     assert late(watch, 0.0) is None
     for step in range(3):
         for heart in (one, two):
-            heart.step(step, 2 * step, free=False)
+            heart.step(step, 2 * step, untimed=False)
 
     def part(seconds: float, granted: float = 0.0) -> None:
         one.floats[one.at + heartbeat.SINCE] -= seconds
@@ -251,8 +251,8 @@ def test_what_comes_between_steps_has_the_limit_of_health_until_it_was_over_once
     part(1.0)
     part(9.0)
     assert watch._limit(0) == 100.0, "its first parts say little of the others"
-    one.compiling(True)
-    one.compiling(False)
+    one.note_compilation(True)
+    one.note_compilation(False)
     assert watch._limit(0) == 100.0, "a compilation does not end it"
     one.beat("report")
     for heart in (one, two):
@@ -277,7 +277,7 @@ def after_steps(watch: Watch, *phases: str) -> heartbeat.Heart:
     one, _ = hearts(watch)
     assert late(watch, 0.0) is None
     for step in range(4):
-        one.step(step, 2 * step, free=False)
+        one.step(step, 2 * step, untimed=False)
         for phase in phases:
             one.beat(phase)
     return one
@@ -288,17 +288,17 @@ def test_a_wait_for_rows_has_a_limit_of_its_own_where_a_rank_does_nothing_else(
 ) -> None:
     one = after_steps(watch, "data", "forward")
     before = one.ints[one.at + heartbeat.COUNT]
-    one.waits(True, 60.0)
+    one.note_wait(True, 60.0)
     assert watch._limit(0) == 5.0 and one.ints[one.at + heartbeat.COUNT] == before, (
         "a thread that fetches batches is not the rank"
     )
     one.beat("data")
-    one.waits(False, 60.0)
+    one.note_wait(False, 60.0)
     assert watch._limit(0) == 60.0 and one.ints[one.at + heartbeat.COUNT] == before + 1, (
         "nothing came"
     )
-    one.waits(True, float("inf"))
-    assert watch._limit(0) == one.floats[one.at + heartbeat.LIMIT + LIMITS.index("startup")]
+    one.note_wait(True, float("inf"))
+    assert watch._limit(0) == one.floats[one.at + heartbeat.FIRST_LIMIT + LIMITS.index("startup")]
     assert one.ints[one.at + heartbeat.COUNT] == before + 2
     one.floats[one.at + heartbeat.SINCE] -= 50.0
     one.beat("forward")
@@ -317,7 +317,7 @@ def test_a_rank_that_waits_does_not_hang_while_another_is_at_work(watch: Watch) 
     one.beat("startup")
     two.beat("save")
     assert late(watch, 500.0) is None, "one waits for the other's checkpoint"
-    two.step(1, 0, free=False)
+    two.step(1, 0, untimed=False)
     assert watch.look({0: os.getpid(), 1: os.getpid()}) is not None, (
         "but it does not wait for one that is ahead of it"
     )
@@ -413,7 +413,7 @@ def test_limits_are_learned_from_the_longest_part(watch: Watch) -> None:
     one, _ = hearts(watch)
     assert late(watch, 0.0) is None
     for step in range(3):
-        one.step(step, 2 * step, free=False)
+        one.step(step, 2 * step, untimed=False)
         one.beat("forward")
         one.floats[one.at + heartbeat.SINCE] -= 4.0
         one.alive()
@@ -476,5 +476,5 @@ def test_a_run_without_a_watcher_beats_in_vain(monkeypatch: pytest.MonkeyPatch) 
     heartbeat.beat("data")
     heartbeat.alive()
     heartbeat.step(1, 2)
-    heartbeat.compiling(True)
-    heartbeat.answer("samples", list)
+    heartbeat.note_compilation(True)
+    heartbeat.register_answer("samples", list)

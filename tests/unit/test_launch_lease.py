@@ -18,7 +18,7 @@ import pytest
 from drumline.errors import EnvironmentFault
 from drumline.launch import lease
 from drumline.launch.lease import NAME, STOP, Lease, has_lease
-from drumline.system.process import ProcessId, here, named, process, this_process
+from drumline.system.process import ProcessId, host_identity, process, process_named, this_process
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def write(folder: Path, **changed: Any) -> Path:
     """A lease as another process would have left it."""
-    host, boot, space = here()
+    host, boot, space = host_identity()
     said = {
         "token": "x",
         "host": host,
@@ -78,7 +78,7 @@ def test_held_renewed_and_given_back(tmp_path: Path) -> None:
         )
         line = refused(tmp_path / "run")
         assert (
-            f"pid {os.getpid()} on host {here()[0]}" in line
+            f"pid {os.getpid()} on host {host_identity()[0]}" in line
             and str(tmp_path / "run") in line
             and "run.dir=" in line
         )
@@ -278,12 +278,12 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_process_has_a_name() -> None:
     mine = this_process()
-    assert mine.alive() and process(mine.pid) == mine and named(f"{mine.name}-ab12") == mine
+    assert mine.alive() and process(mine.pid) == mine and process_named(f"{mine.name}-ab12") == mine
     assert (
-        named("1-old") is None
-        and named(f"{mine.pid}-{mine.start}-00000000-ab") is None
-        and named("") is None
+        process_named("1-old") is None
+        and process_named(f"{mine.pid}-{mine.start}-00000000-ab") is None
+        and process_named("") is None
     )
-    assert ProcessId(*here(), mine.pid, mine.start + 1).alive() is False, (
+    assert ProcessId(*host_identity(), mine.pid, mine.start + 1).alive() is False, (
         "the id is another's by now"
     )

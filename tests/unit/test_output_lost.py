@@ -19,7 +19,7 @@ from drumline.hardware.detect import Machine
 from drumline.launch.agent import Agent
 from drumline.launch.local import report_failure
 from drumline.launch.postmortem import RankEnd
-from drumline.system.files import PERIOD_SECONDS, following
+from drumline.system.files import PERIOD_SECONDS, follow_file
 from drumline.system.redact import redact
 from drumline.telemetry.events import Fault, RunEnd, read
 from drumline.telemetry.trackers import Callbacks
@@ -37,7 +37,7 @@ class Gone(io.StringIO):
     flush = write  # type: ignore[assignment]
 
 
-def test_a_failure_is_noted_though_nobody_reads(
+def test_a_failure_is_noted_though_has_lost_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", Gone())
@@ -54,7 +54,7 @@ def test_who_follows_a_file_may_fail_to_show_it(tmp_path: Path) -> None:
         shown.set()
         raise BrokenPipeError
 
-    with following(tmp_path / "log", show), (tmp_path / "log").open("wb", buffering=0) as file:
+    with follow_file(tmp_path / "log", show), (tmp_path / "log").open("wb", buffering=0) as file:
         for piece in (b"one", b"two"):
             shown.clear()
             file.write(piece)
@@ -63,10 +63,10 @@ def test_who_follows_a_file_may_fail_to_show_it(tmp_path: Path) -> None:
 
 
 PLACES = ["gone", *["full"] * Path("/dev/full").exists()]
-LATE = "import sys; from drumline.system.output import let_go_of_output; sys.stdout.write('x'); let_go_of_output()"
+LATE = "import sys; from drumline.system.output import flush_or_drop_output; sys.stdout.write('x'); flush_or_drop_output()"
 BY_ALL = """
 import sys
-from drumline.system.output import let_go_of_output, lossy, nobody_reads
+from drumline.system.output import flush_or_drop_output, lossy, has_lost_reader
 from drumline.report.bars import stderr_bars
 from rich.console import Console
 with stderr_bars(True) as on_progress:
@@ -77,9 +77,9 @@ with lossy():
         print("x", file=sys.stderr)
         Console().print("x")
         Console(stderr=True).print("x")
-    assert nobody_reads() == (sys.argv[1] == "gone")
+    assert has_lost_reader() == (sys.argv[1] == "gone")
 assert sys.stdout is sys.__stdout__
-let_go_of_output()
+flush_or_drop_output()
 """
 
 

@@ -52,8 +52,8 @@ def model(layers: int = 32) -> ModelFacts:
 
 def cluster(nodes: int = 1, intra: str = "nvlink4", inter: str = "400Gb") -> Cluster:
     device, links = (
-        catalog.device("h100-80g"),
-        [catalog.link(name) for name in (intra, inter, "pcie5")],
+        catalog.find_device("h100-80g"),
+        [catalog.find_link(name) for name in (intra, inter, "pcie5")],
     )
     assert (
         device is not None

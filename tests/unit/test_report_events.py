@@ -21,7 +21,7 @@ from drumline.report import page
 from drumline.report.compare import compare
 from drumline.report.facts import RunFacts
 from drumline.report.progress import Progress
-from drumline.system.redact import plain, redact, redacted_streams
+from drumline.system.redact import redact, redacted_json, redacted_streams
 from drumline.telemetry import watched  # its kinds are among KINDS
 from drumline.telemetry.damage import MOST
 from drumline.telemetry.events import (
@@ -173,6 +173,12 @@ def test_what_is_no_secret(text: str) -> None:
     assert redact(text) == text
 
 
+def test_a_secret_that_begins_another_leaves_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_PASSWORD", "hunter2hunter2")
+    monkeypatch.setenv("B_PASSWORD", "hunter2hunter2-of-me")
+    assert redact("it was hunter2hunter2-of-me") == "it was [redacted]"
+
+
 def test_keys_are_redacted_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA0123456789")
     monkeypatch.setenv("DATABASE_URL", "postgres://db/sales")
@@ -181,11 +187,11 @@ def test_keys_are_redacted_too(monkeypatch: pytest.MonkeyPatch) -> None:
         "raised E: [redacted]": 3,
         "raised F: postgres://db/sales": 1,
     }
-    assert plain({"failures": {"mine": failures}}) == {
+    assert redacted_json({"failures": {"mine": failures}}) == {
         "failures": {"mine": {"raised E: [redacted]": 5, "raised F: [redacted]": 1}}
     }
     nested = {"api_keys": ["a", {"name": "b", "n": 3}], "pad_token": "<pad>"}
-    assert plain(nested) == {
+    assert redacted_json(nested) == {
         "api_keys": ["[redacted]", {"name": "[redacted]", "n": 3}],
         "pad_token": "<pad>",
     }
@@ -238,7 +244,7 @@ def test_secrets_are_nowhere_in_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     told = redact(text)
     assert not any(secret in told for secret in ("hf_abcdefghijk", "0123", "4567", "8910"))
     assert "true" in told and "pad_token_id=3" in told
-    assert plain(
+    assert redacted_json(
         {"error": [f"bad {'hf_abcdefghijk'}"], "AWS_SECRET": "x", "loss_per_token": 1.5}
     ) == {
         "error": ["bad [redacted]"],

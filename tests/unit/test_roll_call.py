@@ -28,7 +28,7 @@ def test_a_rank_at_work_answers_one_that_waits(monkeypatch: pytest.MonkeyPatch) 
     hearts[0].step(3, 0, free=False)
     hearts[1].step(3, 0, free=False)
     hearts[1].beat("report")
-    assert hearts[1].at_work() == 3
+    assert hearts[1].step_unless_hung() == 3
     assert not waits.poll_and_ask(3), "nobody had been asked before"
     works.listen(3)
     works.listen(3)
@@ -38,5 +38,5 @@ def test_a_rank_at_work_answers_one_that_waits(monkeypatch: pytest.MonkeyPatch) 
     works.listen(4)
     assert not waits.poll_and_ask(3), "it is ahead"
     hearts[1].floats[hearts[1].at + heartbeat.SINCE] -= 200.0
-    assert hearts[1].at_work() is None
+    assert hearts[1].step_unless_hung() is None
     assert Path(board.folder).is_dir()

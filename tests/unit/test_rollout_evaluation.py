@@ -18,7 +18,7 @@ from drumline.errors import TrainingStopped
 from drumline.rl.generate import Completion
 from drumline.rl.rewards import Rewards
 from drumline.rl.rollouts import Rollouts, Sample, SampleGroups
-from drumline.system.redact import plain
+from drumline.system.redact import redacted_json
 from drumline.telemetry.events import Eval, Event
 from tests.unit.test_report_progress import START, told
 
@@ -211,5 +211,5 @@ def test_the_rollout_that_ends_a_run_is_of_a_step_not_reached() -> None:
         ("completions", 4, False),
     ]
     assert (events[0].reward_std, events[0].groups_differ) == (None, None)
-    text = told(START, plain(events[0].values()))[1]
+    text = told(START, redacted_json(events[0].values()))[1]
     assert "rollout for steps up to 4 (not trained on): no reward (all 2 episodes failed)" in text

@@ -24,7 +24,7 @@ from drumline.bench.scaling import (
 )
 from drumline.config.load import Request
 from drumline.errors import UserError
-from drumline.system.signals import NOTHING_LOST
+from drumline.system.signals import EXIT_TEMPFAIL
 from drumline.telemetry.events import EventLog, Measured, Step
 from tests.harness import read_json, write_config
 from tests.tiny import tiny_model_dir
@@ -163,14 +163,14 @@ def test_under_weak_scaling_the_batch_grows_and_after_a_signal_nothing_more_begi
             log.emit(step(number, samples_per_s=10.0 * ranks))
 
         if len(ran) == 3:
-            return folder, NOTHING_LOST
+            return folder, EXIT_TEMPFAIL
         return folder, 0
 
     monkeypatch.setattr("drumline.train.command.launch_ranks", launch)
     out = tmp_path / "out"
     options = Options((1, 2), rounds=2, weak=True, predict=("2x8xh100-80g",), to=out)
 
-    assert bench(config, [], options) == NOTHING_LOST
+    assert bench(config, [], options) == EXIT_TEMPFAIL
     assert ran == [(1, 4), (2, 8), (1, 4)]
 
     made = read_json(out / "bench.json")

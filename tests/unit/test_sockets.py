@@ -34,7 +34,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))
 sockets.MOST_STRANGERS = int(sys.argv[1])
 listener = listen(None)
 print(listener.getsockname()[1], flush=True)
-sockets.each_caller(listener, line, print)
+sockets.serve_callers(listener, line, print)
 """
 
 
@@ -74,7 +74,7 @@ def test_more_strangers_than_may_be_met_wait(port: int) -> None:
 
 
 def test_a_handshake_has_an_end_and_who_is_met_may_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "MEET_SECONDS", 0.3)
+    monkeypatch.setattr(sockets, "HANDSHAKE_SECONDS", 0.3)
     monkeypatch.setattr(sockets, "MOST_STRANGERS", 1)
     served = threading.Event()
 
@@ -87,7 +87,7 @@ def test_a_handshake_has_an_end_and_who_is_met_may_stay(monkeypatch: pytest.Monk
 
     listener = socket.create_server(("127.0.0.1", 0))
     place = listener.getsockname()
-    thread = threading.Thread(target=sockets.each_caller, args=(listener, meet, serve))
+    thread = threading.Thread(target=sockets.serve_callers, args=(listener, meet, serve))
     thread.start()
     with (
         socket.create_connection(place) as stranger,

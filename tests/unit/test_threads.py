@@ -17,7 +17,7 @@ from drumline.data.order import BatchStream, GlobalOrder
 from drumline.models import attention
 from drumline.plan.plan import BatchPlan
 from drumline.rl.generate import SharedSampling
-from drumline.system.threads import on_this_gpu
+from drumline.system.threads import bind_to_gpu
 from tests.checkpoint_ranks import content
 
 
@@ -71,4 +71,4 @@ def test_a_thread_begins_on_its_ranks_gpu(
 
 
 def test_without_a_gpu_work_is_left_as_it_is() -> None:
-    assert on_this_gpu(save) is save or torch.cuda.is_initialized()
+    assert bind_to_gpu(save) is save or torch.cuda.is_initialized()

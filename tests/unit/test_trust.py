@@ -11,7 +11,8 @@ import pytest
 
 from drumline.algorithms.dpo.spec import DPOConfig
 from drumline.config.load import load
-from drumline.inference.evaluate import find_weights
+from drumline.errors import ConfigError
+from drumline.inference.evaluate import find_weights, run_folder
 from drumline.models.export import plan_of
 from tests.harness import ENV, ROOT, write_config
 from tests.tiny import tiny_model_dir
@@ -33,6 +34,15 @@ def test_a_file_that_is_not_trusted_allows_no_code(tmp_path: Path) -> None:
     ).config.model.trust_remote_code
     weights = find_weights(path, [], None, tmp_path / "run")
     assert not weights.loaded.config.model.trust_remote_code
+
+
+def test_an_evaluation_runs_no_code_beside_a_config(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(DATA + "strategy: mine.py:Mine\n")
+    (tmp_path / "mine.py").write_text(SHADOW)
+    with pytest.raises(ConfigError, match="code that lies beside the config"):
+        run_folder(path, [])
+    assert not list(tmp_path.glob("*.ran"))
 
 
 def test_a_folder_is_evaluated_by_a_config_of_a_shape(tmp_path: Path) -> None:

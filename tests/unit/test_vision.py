@@ -33,7 +33,7 @@ from drumline.data.prepare import prepare
 from drumline.data.sources import Row, read_rows
 from drumline.data.targets import TokenSegment
 from drumline.errors import DataError, ModelError, PlanError, UserError
-from drumline.inference.evaluate import answers
+from drumline.inference.evaluate import answer_held_out_prompts
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, can_split, trunk_and_head
 from drumline.models.load import load_config
@@ -537,4 +537,4 @@ def test_prompts_with_images_are_not_answered_without_them(tmp_path: Path, folde
     write_rows(tmp_path / "eval.jsonl", vision_rows(tmp_path, 3))
 
     with pytest.raises(UserError, match="prompts with images are not answered here"):
-        answers(config, [], None, 3)
+        answer_held_out_prompts(config, [], None, 3)

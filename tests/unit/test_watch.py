@@ -29,7 +29,7 @@ from drumline.report.watch import (
     serve_page,
     watch,
 )
-from drumline.system.heartbeat import NUMBER, PHASE, PID, SINCE, SLOT, STEP, new_board
+from drumline.system.heartbeat import PHASE, PHASE_NUMBERS, PID, RANK_WORDS, SINCE, STEP, new_board
 from drumline.telemetry.events import EventLog, Fault, read
 from tests.unit.report_runs import HOSTILE, start, step, write_run
 
@@ -243,9 +243,9 @@ def test_what_each_rank_does_is_read_from_the_launcher_s_memory(tmp_path: Path) 
     board = new_board(2)
     assert board is not None
     for rank, phase in enumerate(("forward", "collective")):
-        place = rank * SLOT
+        place = rank * RANK_WORDS
         board.ints[place + PID] = os.getpid()
-        board.ints[place + PHASE] = NUMBER[phase]
+        board.ints[place + PHASE] = PHASE_NUMBERS[phase]
         board.ints[place + STEP] = 7
         board.floats[place + SINCE] = time.monotonic() - 5
 

@@ -30,7 +30,7 @@ from drumline.launch import watcher
 rank = int(sys.argv[1])
 watcher.watch_this_rank(sys.argv[2], rank, 2, Path(sys.argv[3]))
 heart = heartbeat.register({**dict.fromkeys(heartbeat.LIMITS, 60.0), "hang": 1.0})
-while not (heart.ints[heartbeat.PID] and heart.ints[heartbeat.SLOT + heartbeat.PID]):
+while not (heart.ints[heartbeat.PID] and heart.ints[heartbeat.RANK_WORDS + heartbeat.PID]):
     time.sleep(0.01)  # as in a rendezvous
 for step in range(int(sys.argv[4])):
     heartbeat.step(step, step)

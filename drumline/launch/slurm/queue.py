@@ -17,9 +17,9 @@ from drumline.errors import EnvironmentFault, Preempted
 from drumline.foreign import first_line
 from drumline.launch.slurm.options import SlurmOptions
 from drumline.launch.slurm.script import SCRIPT, script
-from drumline.system.files import following, write_whole
+from drumline.system.files import follow_file, write_whole
 from drumline.system.process import run_command
-from drumline.system.signals import LEFT, LauncherSignals
+from drumline.system.signals import EXIT_INTERRUPTED, LauncherSignals
 from drumline.telemetry.events import Emit, tail
 
 JOB = "job.json"  # in the run folder: the job that was submitted last
@@ -260,7 +260,7 @@ def note_end(run_dir: Path, code: int) -> None:
 def follow(run_dir: Path, job: str, on_event: Emit, offset: int | None = None) -> int:
     """Show what a job does until it ends, and return the exit code of the run.
 
-    Ctrl-C ends the view and not the job; then the exit code is LEFT.
+    Ctrl-C ends the view and not the job; then EXIT_INTERRUPTED is returned.
 
     Args:
         run_dir: The run folder.
@@ -271,7 +271,7 @@ def follow(run_dir: Path, job: str, on_event: Emit, offset: int | None = None) -
     with (
         LauncherSignals() as signals,
         tail(run_dir / "events.jsonl", on_event, offset),
-        following(log_of(run_dir, job), _show),
+        follow_file(log_of(run_dir, job), _show),
     ):
         state = ""
         asked_at = -QUEUE_SECONDS
@@ -296,7 +296,7 @@ def follow(run_dir: Path, job: str, on_event: Emit, offset: int | None = None) -
         f"job {job} goes on: drumline follow {run_dir} shows it, drumline stop {run_dir} stops it",
         file=sys.stderr,
     )
-    return LEFT
+    return EXIT_INTERRUPTED
 
 
 def _show_state(job: str, before: str) -> str:

@@ -19,7 +19,7 @@ from types import FrameType
 from drumline.hardware.detect import Groups, usable_cores
 from drumline.launch.tasks import task_variables
 from drumline.system.files import write_whole
-from drumline.system.process import Process, start_command, tied
+from drumline.system.process import Process, start_command, tied_arguments
 
 
 def main(logs: Path, module: str, *arguments: str) -> int:
@@ -31,7 +31,7 @@ def main(logs: Path, module: str, *arguments: str) -> int:
     )
     env |= {"TORCHELASTIC_ERROR_FILE": str(logs / f"rank-{rank}.json"), "OMP_NUM_THREADS": threads}
     groups = Groups.of_this_process()
-    kills = groups.oom_kills()
+    kills = groups.oom_kill_count()
     process: Process | None = None
     early_signal = 0  # number of a signal that came before the rank had started
 
@@ -44,7 +44,7 @@ def main(logs: Path, module: str, *arguments: str) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, forward_signal)
     # The rank is in a session of its own, so it gets a signal to the task's group only once.
-    process = start_command([sys.executable, *tied(module, *arguments)], env)
+    process = start_command([sys.executable, *tied_arguments(module, *arguments)], env)
     if early_signal:
         process.send_signal(early_signal)
     code = process.wait()
@@ -53,7 +53,7 @@ def main(logs: Path, module: str, *arguments: str) -> int:
         "exitcode": code,
         "host": host,
         "time": time.time(),
-        "kills": [kills, groups.oom_kills()],
+        "kills": [kills, groups.oom_kill_count()],
     }
     write_whole(logs / f"rank-{rank}.end", json.dumps(noted))
     return code if code >= 0 else 128 - code

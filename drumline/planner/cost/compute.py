@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from drumline.hardware.cluster import Cluster, Measured
+from drumline.hardware.cluster import Cluster, CostLine
 from drumline.plan.facts import ModelFacts, of_mlp, takes_fp8
 from drumline.plan.plan import Layout
 from drumline.plan.rule import packed_bits
@@ -280,8 +280,8 @@ class OperatorCosts(NamedTuple):
     starts the kernels. `bandwidth`: bytes per second, of the bytes that `bytes_moved` counts.
     """
 
-    forward: Measured
-    backward: Measured
+    forward: CostLine
+    backward: CostLine
 
 
 def find_operator_costs(layout: Layout, cluster: Cluster) -> OperatorCosts:
@@ -290,8 +290,8 @@ def find_operator_costs(layout: Layout, cluster: Cluster) -> OperatorCosts:
     if measured is None:
         bandwidth = memory_bandwidth(cluster)
         starts = START_SECONDS[layout.precision]
-        forward = Measured(starts.forward, bandwidth)
-        backward = Measured(starts.backward, bandwidth)
+        forward = CostLine(starts.forward, bandwidth)
+        backward = CostLine(starts.backward, bandwidth)
         return OperatorCosts(forward, backward)
     # Calibration measured bytes of hidden states per second; `bytes_moved` counts in other units.
     forward, backward = measured

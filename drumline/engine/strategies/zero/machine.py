@@ -73,7 +73,9 @@ def compile_helper(on_progress: Callable[[str, int, int | None], None]) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _remove_old_locks(root)
         # The compiling process holds the lock too, so that it outlives a launcher that is killed.
-        code, out, err = run_module("drumline.engine.strategies.zero.engine", keeps=[lock.fileno()])
+        code, out, err = run_module(
+            "drumline.engine.strategies.zero.engine", pass_fds=[lock.fileno()]
+        )
         if code != 0:
             reason = f"exit code {code}"
             for line in (out + err).splitlines():

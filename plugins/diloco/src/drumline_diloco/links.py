@@ -28,7 +28,7 @@ import torch
 
 from drumline.errors import ConfigError
 from drumline.system.network import addresses, is_here, is_loopback
-from drumline.system.sockets import each_caller, wait_at_most
+from drumline.system.sockets import serve_callers, wait_at_most
 
 log = logging.getLogger(__name__)
 # Between two searches for a leader.
@@ -387,7 +387,7 @@ class Peers:
 
     def _listen(self) -> None:
         """Greet and answer all callers, in threads of their own."""
-        each_caller(self.listener, self._greet_caller, self._answer)
+        serve_callers(self.listener, self._greet_caller, self._answer)
 
     def _greet_caller(self, connected: socket.socket) -> Link:
         """Return the link to a host that has called. Raises as `greet`."""

@@ -32,9 +32,9 @@ from drumline.launch.agent import Agent, Place
 from drumline.launch.lease import has_lease
 from drumline.launch.postmortem import RankEnd, log_lines
 from drumline.system.files import digest
-from drumline.system.network import CHOOSE, interface_to
+from drumline.system.network import INTERFACE_VARIABLES, interface_to
 from drumline.system.output import say
-from drumline.system.process import this_process, tied
+from drumline.system.process import this_process, tied_arguments
 from drumline.system.signals import LauncherSignals
 from drumline_hosts.facts import facts
 from drumline_hosts.link import (
@@ -168,7 +168,7 @@ class Host:
         attempt = order["attempt"]
         secret = store_secret(self.settings["secret"], attempt)
         ranks = HostRanks(
-            tied(*order["rank"]),
+            tied_arguments(*order["rank"]),
             order["nproc"],
             Place(address, port, order["first"], order["world_size"], secret),
             Path(order["logs"]),
@@ -280,7 +280,7 @@ def set_environment(settings: Message) -> None:
     os.environ.update(settings["env"])
     interface = interface_to(settings["peers"], settings["interface"])
     if interface is not None:
-        for name in CHOOSE:
+        for name in INTERFACE_VARIABLES:
             os.environ.setdefault(name, interface)
 
 

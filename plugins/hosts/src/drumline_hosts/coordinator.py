@@ -26,10 +26,10 @@ from typing import Any, Protocol
 from drumline.errors import EnvironmentFault
 from drumline.launch.environment import listen
 from drumline.launch.postmortem import RankEnd
-from drumline.system.network import handed_on
+from drumline.system.network import forwarded_variables
 from drumline.system.redact import withheld
 from drumline.system.signals import Interrupted, LauncherSignals
-from drumline.system.sockets import each_caller, stop_listening
+from drumline.system.sockets import serve_callers, stop_listening
 from drumline_hosts.link import Link, Message, answer
 from drumline_hosts.timing import (
     AGAIN_SECONDS,
@@ -182,13 +182,13 @@ class Hosts:
             "address": self.address,
             "port": self.place[1],
             "secret": self.secret,
-            "env": {**handed_on(os.environ), **withheld()},
+            "env": {**forwarded_variables(os.environ), **withheld()},
             "interface": self.interface,
             "peers": self.peers,
         }
 
     def _accept(self) -> None:
-        each_caller(
+        serve_callers(
             self._listener, lambda connected: answer(connected, self.secret), self._listen_to_agent
         )
 

@@ -23,7 +23,7 @@ from drumline.errors import EnvironmentFault
 from drumline.launch import lease
 from drumline.system.files import write_whole
 from drumline.system.output import say
-from drumline.system.process import Helper, tied
+from drumline.system.process import Helper, tied_arguments
 from drumline.system.redact import redact
 from drumline_hosts.link import Link, Message, call
 from drumline_hosts.timing import (
@@ -244,7 +244,7 @@ class StandbyLauncher:
             self._folder.close()
             self.own = False
         settings = {**self.known, **self.settings, "term": term, "frozen": self._frozen}
-        self._launcher = Helper([sys.executable, *tied(LAUNCHER)], None, self._note)
+        self._launcher = Helper([sys.executable, *tied_arguments(LAUNCHER)], None, self._note)
         self._launcher.tell(json.dumps(settings))
 
     def _why_not_found(self) -> str:

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from drumline.launch.environment import listen
-from drumline.system.sockets import each_caller
+from drumline.system.sockets import serve_callers
 from drumline_hosts.link import Link, Message, answer, call
 from drumline_hosts.timing import (
     ASK_SECONDS,
@@ -183,7 +183,7 @@ class Voter:
 
     def _accept(self) -> None:
         """Answer all callers, until the process ends."""
-        each_caller(
+        serve_callers(
             self._listener,
             lambda connected: answer(connected, self.secret, ASK_SECONDS),
             self._hear,

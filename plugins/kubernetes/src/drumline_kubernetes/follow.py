@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from drumline.errors import Preempted
 from drumline.system.redact import redact
-from drumline.system.signals import LEFT, LauncherSignals
+from drumline.system.signals import EXIT_INTERRUPTED, LauncherSignals
 from drumline_kubernetes.cluster import GONE, Cluster, Refused, Unreachable
 
 LOOK_SECONDS = 2.0
@@ -75,7 +75,7 @@ class Follower:
             while True:
                 if signals.number and leaves:
                     self._say("it goes on")
-                    return LEFT
+                    return EXIT_INTERRUPTED
                 code = self._stop_or_show_news(stop or bool(signals.number))
                 if signals.at_once:
                     self._say("not waiting for its pods any longer")

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from drumline.hardware.detect import detect
-from drumline.system.signals import NOTHING_LOST
+from drumline.system.signals import EXIT_TEMPFAIL
 from drumline_sweep.axes import overrides_of
 from drumline_sweep.optuna_study import Study
 from drumline_sweep.plan import Options, Sweep
@@ -55,7 +55,7 @@ def run_sweep(config: Path, given: list[str], options: Options) -> int:
         if options.slurm:
             what = "the jobs go on"
         print(f"{what}: the same command goes on with the sweep", file=sys.stderr)
-        return NOTHING_LOST
+        return EXIT_TEMPFAIL
     if any(each.value is not None for each in outcomes):
         return 0
     return 1

@@ -22,8 +22,8 @@ from drumline.errors import EnvironmentFault, UserError
 from drumline.launch import runs
 from drumline.launch.slurm import queue
 from drumline.system.files import remove
-from drumline.system.process import Process, start_command, tied
-from drumline.system.signals import NOTHING_LOST, LauncherSignals
+from drumline.system.process import Process, start_command, tied_arguments
+from drumline.system.signals import EXIT_TEMPFAIL, LauncherSignals
 from drumline.telemetry.events import Eval, Event, RunEnd, Step, read, series
 from drumline_sweep.axes import Point, overrides_of
 
@@ -144,7 +144,7 @@ class Trials:
         environment = {**os.environ, "NO_COLOR": "1"}
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self._visible_gpus(environment, place)
-        command = [sys.executable, *tied("drumline", "train", *arguments)]
+        command = [sys.executable, *tied_arguments("drumline", "train", *arguments)]
         file = log.open("w", encoding="utf-8")
         return Running(trial, start_command(command, environment, file), file, self.slurm)
 
@@ -250,12 +250,12 @@ def outcome(trial: Trial, options: EvalConfig, code: int | None = None) -> Outco
     `code` is its exit code, if it has just ended.
     """
     if not (trial.folder / "plan.json").exists():
-        if code in (None, NOTHING_LOST):
+        if code in (None, EXIT_TEMPFAIL):
             return Outcome(trial, "not started")
         return Outcome(trial, "failed", reason=_reason(trial, code))
     events = read(trial.folder / "events.jsonl")
     state = runs.states(trial.folder)[0].state
-    if code not in (None, 0, NOTHING_LOST) and state != "finished":
+    if code not in (None, 0, EXIT_TEMPFAIL) and state != "finished":
         state = "failed"
     value, at = best(events, options)
     reason = ""

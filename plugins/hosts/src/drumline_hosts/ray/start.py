@@ -20,7 +20,7 @@ from typing import Any
 from drumline.errors import EnvironmentFault
 from drumline.foreign import first_line, require_package
 from drumline.system.network import require_interface
-from drumline.system.process import Helper, tied, wait_for_exit
+from drumline.system.process import Helper, tied_arguments, wait_for_exit
 from drumline.system.redact import redact
 from drumline_hosts.coordinator import AGENT, Hosts
 from drumline_hosts.link import Message
@@ -54,7 +54,7 @@ class Node:
         self.close(0.0)
         self.agent = None
         self.failed = None
-        command = [sys.executable, *tied(AGENT)]
+        command = [sys.executable, *tied_arguments(AGENT)]
         try:
             self.agent = Helper(command, workdir, _print_line)
         except OSError as error:

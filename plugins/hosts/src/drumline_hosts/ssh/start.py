@@ -27,13 +27,13 @@ from drumline.plan.plan import Plan
 from drumline.system.files import create_whole
 from drumline.system.network import (
     addresses,
-    handed_on,
+    forwarded_variables,
     is_here,
     is_loopback,
     require_interface,
     source_address,
 )
-from drumline.system.process import Helper, run_command, tied, wait_for_exit
+from drumline.system.process import Helper, run_command, tied_arguments, wait_for_exit
 from drumline.system.redact import redact
 from drumline.telemetry.events import Save, Step
 from drumline_hosts.coordinator import AGENT, Hosts
@@ -130,7 +130,7 @@ class SSH:
 
 def local_command(spec: SSHOptions) -> list[str]:
     """Return the command of this host's agent, which dies with the launcher."""
-    return [spec.python or sys.executable, *tied(AGENT)]
+    return [spec.python or sys.executable, *tied_arguments(AGENT)]
 
 
 def ssh_command(spec: SSHOptions, name: str, module: str = AGENT) -> list[str]:
@@ -445,6 +445,6 @@ def submission(spec: SSHOptions, plan: Plan, plan_path: Path, resume: str | None
         lines.append(f"  {ranks}: {shlex.join(rank)}")
         first += count
     lines.append(f"ranks meet at {hosts.address}, port {spec.port or 'any free one'}")
-    for name, value in handed_on(os.environ).items():
+    for name, value in forwarded_variables(os.environ).items():
         lines.append(f"environment {redact(f'{name}={value}')}")
     return "".join(f"# {line}\n" for line in lines)
