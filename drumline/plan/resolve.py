@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from drumline.config.config import Config, NoAdapter, OptimizerConfig, ScheduleConfig
+from drumline.config.config import Config, MemoryConfig, NoAdapter, OptimizerConfig, ScheduleConfig
 from drumline.config.mesh import Mesh
 from drumline.config.strategy import StrategyConfig
 from drumline.errors import PlanError
@@ -24,7 +24,7 @@ from drumline.plan.facts import ModelFacts
 from drumline.plan.optimizer_rules import ACCUMULATES
 from drumline.plan.plan import BatchPlan, DataPlan, Layout, Plan, Predicted, RolePlan
 from drumline.plan.rule import Case
-from drumline.plan.rules import check_rules
+from drumline.plan.rules import check_role_rules, check_rules
 from drumline.plan.stages import in_flight, plan_pipeline, stage_layers
 from drumline.plan.strategy_engine import engine_spec
 from drumline.plan.stream import reason_against_stream
@@ -119,9 +119,13 @@ def require(case: Case, roles: Mapping[str, RolePlan], data: DataPlan | None) ->
     check_rules(case)
     if case.facts is not None:
         for name, facts in case.facts.roles.items():
-            update = {"model": roles[name].model, "adapter": NoAdapter()}
-            config = case.config.model_copy(update=update)
-            check_rules(replace(case, config=config, facts=facts))
+            role = roles[name]
+            sections: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
+            if not role.trainable:
+                # A frozen model keeps nothing for backward (Layout.of_role).
+                sections["memory"] = MemoryConfig()
+            config = case.config.model_copy(update=sections)
+            check_role_rules(replace(case, config=config, facts=facts))
     ranks = case.mesh.data_ranks
     if data is None or data.train_samples >= ranks:
         return

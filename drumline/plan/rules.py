@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 
@@ -43,19 +43,47 @@ NO_PACKS = Refusal(
 )
 
 
+Rule = Callable[[Case], Iterator[Refusal]]
+
+
 def check_rules(case: Case) -> None:
-    """Raise PlanError by the first rule that refuses the case.
+    """Raise PlanError with the first refusal of a run, judged by its policy.
 
     Rules of all strategies come first, then those of the optimizer, then the strategy's own. If
     several refuse, the order decides which one the user sees.
     """
-    rules_in_order = (
+    _raise_first_refusal(_rules_in_order(case), case)
+
+
+def check_role_rules(case: Case) -> None:
+    """Raise PlanError with the first refusal of a model besides the policy.
+
+    `case`: that of the run, with the config and the facts of this model in place of the policy's.
+    Rules about the adapter, rollouts, evaluations and health checks are left out: these are of the
+    policy, with which `check_rules` has checked them.
+    """
+    rules_of_policy = (_mps, adapter_refusals, _vllm, _evaluation, _health)
+    rules = [rule for rule in _rules_in_order(case) if rule not in rules_of_policy]
+    _raise_first_refusal(rules, case)
+
+
+def _raise_first_refusal(rules: Iterable[Rule], case: Case) -> None:
+    """Raise PlanError with the first refusal that the rules yield for a case."""
+    for rule in rules:
+        refusal = next(rule(case), None)
+        if refusal is not None:
+            raise refusal.error()
+
+
+def _rules_in_order(case: Case) -> tuple[Rule, ...]:
+    """Return all rules for a case, in the order in which they are checked."""
+    return (
         _mps,
         _images,
         adapter_refusals,
         _vllm,
         _model,
-        _written,
+        _evaluation,
         _memory,
         _compiled,
         _kernels,
@@ -70,9 +98,6 @@ def check_rules(case: Case) -> None:
         optimizer_refusals,
         engine_spec(case.strategy).refusals,
     )
-    for rule in rules_in_order:
-        for refusal in rule(case):
-            raise refusal.error()
 
 
 def _mps(case: Case) -> Iterator[Refusal]:
@@ -212,7 +237,7 @@ def _model_in_stages(facts: ModelFacts) -> Iterator[Refusal]:
         yield replace(NO_STAGES, reason=facts.uncut)
 
 
-def _written(case: Case) -> Iterator[Refusal]:
+def _evaluation(case: Case) -> Iterator[Refusal]:
     """Yield refusals of evaluations: eval.patience, eval.samples and eval.tasks."""
     config = case.config
     options = config.eval
@@ -225,10 +250,10 @@ def _written(case: Case) -> Iterator[Refusal]:
             "eval.patience",
         )
     if options.generates:
-        yield from _generated(case, has_held_out_rows)
+        yield from _evaluation_texts(case, has_held_out_rows)
 
 
-def _generated(case: Case, has_held_out_rows: bool) -> Iterator[Refusal]:
+def _evaluation_texts(case: Case, has_held_out_rows: bool) -> Iterator[Refusal]:
     """Yield refusals of texts that the model writes in an evaluation."""
     config = case.config
     options = config.eval

@@ -106,6 +106,11 @@ def planned(tmp_path: Path, strategy: Any, key: str, **algorithm: Any) -> Plan:
         model={"id": str(policy)},
         strategy=strategy,
     )
+    return plan_of(asked)
+
+
+def plan_of(asked: Config) -> Plan:
+    """Return the plan of a config for two processes."""
     found = find_model(asked.model, lambda *_: None)
     roles = roles_of(asked)
     cluster, _ = cluster_here(asked, CPU, "cpu", 2)
@@ -115,9 +120,21 @@ def planned(tmp_path: Path, strategy: Any, key: str, **algorithm: Any) -> Plan:
         run_dir="r",
         machine=CPU,
         world_size=2,
-        model=KnownModel(facts, str(policy), roles),
+        model=KnownModel(facts, asked.model.id, roles),
         data=None,
     )
+
+
+def test_the_policys_adapter_is_not_asked_of_a_role(tmp_path: Path) -> None:
+    """The policy is its own reference without its adapter, and exports the adapter alone."""
+    policy = tiny_model_dir(tmp_path / "policy")
+    asked = config(
+        {"kind": "ppo", "value": "separate"},
+        model={"id": str(policy)},
+        checkpoint={"export_adapter": True},
+        **LORA,
+    )
+    assert plan_of(asked).roles.keys() == {"value"}
 
 
 def stops(plan: Plan) -> list[int]:
