@@ -197,6 +197,27 @@ class ModelFacts:
         return (0, *accumulate(self.block_parameters))
 
     @cached_property
+    def active_parameters_before(self) -> tuple[float, ...]:
+        """The same as `parameters_before`, counting only what a token is multiplied by.
+
+        Of a mixture's experts these are the ones that its router chooses.
+        """
+        blocks = range(len(self.block_parameters))
+        return (0, *accumulate(map(self._active_parameters, blocks)))
+
+    def _active_parameters(self, block: int) -> float:
+        """Return the parameters of a block by which a token is multiplied."""
+        parameters = self.block_parameters[block]
+        if not self.experts or not self.block_weights:
+            return parameters
+        in_experts = 0
+        for weight in self.block_weights[_blocks_ahead(self) + block]:
+            if weight.style == "experts":
+                # `numel` counts the experts of one expert-parallel rank.
+                in_experts += weight.numel * weight.apart
+        return parameters - in_experts * (1 - self.experts_per_token / self.experts)
+
+    @cached_property
     def kinds_of_blocks(self) -> tuple[tuple[tuple[Weight, ...], int], ...]:
         """The different blocks, each with the number of blocks like it."""
         return tuple(Counter(self.block_weights).items())

@@ -18,7 +18,8 @@ Range = tuple[int, int]
 # The same floats summed in another order differ by rounding; two costs within this factor are
 # equal.
 EQUAL = 1 + 1e-9
-# FLOPs of one weight for one token: two forward, four backward.
+# FLOPs of one weight for one token: two forward, four backward. Frozen weights take four in all, but
+# stages are only compared with each other.
 FLOPS_PER_WEIGHT = 6
 
 
@@ -158,12 +159,15 @@ def stage_cost(facts: ModelFacts, first: int, stop: int) -> Cost:
     """Return the cost of the stage with blocks [first, stop).
 
     The embedding is a look-up: it has parameters and no FLOPs. The head is a matrix product with all
-    its weights. A head that is tied to the embedding is held by the first and by the last stage.
+    its weights. A head that is tied to the embedding is held by the first and by the last stage. Of
+    a mixture, the FLOPs count the experts that a token passes through, and the parameters count all.
     """
     parameters = facts.parameters_before[stop] - facts.parameters_before[first]
+    active = facts.active_parameters_before[stop] - facts.active_parameters_before[first]
     if stop == len(facts.block_parameters):
         parameters += facts.head_parameters
-    flops = FLOPS_PER_WEIGHT * parameters + facts.attention_flops * (stop - first)
+        active += facts.head_parameters
+    flops = FLOPS_PER_WEIGHT * active + facts.attention_flops * (stop - first)
     if first == 0:
         parameters += facts.embedding_parameters
     return Cost(flops, parameters)
