@@ -54,7 +54,7 @@ def resolve_batch(
     accumulation = batch.accumulation
     sample_tokens = _tokens_of_sample(config)
     ranks = plural(data_ranks, "data rank")
-    total = _given_global_samples(batch, sample_tokens, algorithm.rows_per_sample)
+    total = _given_global_samples(config, batch, sample_tokens)
     if total is None:
         micro, accumulation = _default_factors(batch, algorithm, data_ranks, in_flight, why)
         total = micro * accumulation * data_ranks
@@ -88,19 +88,20 @@ def _tokens_of_sample(config: Config) -> int:
     return row_tokens * config.algorithm.rows_per_sample
 
 
-def _given_global_samples(
-    batch: BatchConfig, sample_tokens: int, rows_per_sample: int
-) -> int | None:
+def _given_global_samples(config: Config, batch: BatchConfig, sample_tokens: int) -> int | None:
     """Return the global batch that the user set, in samples; None if it is left open.
 
     Raises PlanError if the tokens are not a multiple of a sample's.
     """
     if batch.global_tokens is None:
         return batch.global_samples
-    unit = "data.max_length"
-    if rows_per_sample != 1:
-        unit = f"{rows_per_sample} × data.max_length ="
-    what = f"global_tokens {batch.global_tokens} is not a multiple of {unit} {sample_tokens}"
+    rows_per_sample = config.algorithm.rows_per_sample
+    unit = f"data.max_length {sample_tokens}"
+    if config.images_alone:
+        unit = f"the {sample_tokens} tokens that an image counts as"
+    elif rows_per_sample != 1:
+        unit = f"{rows_per_sample} × data.max_length = {sample_tokens}"
+    what = f"global_tokens {batch.global_tokens} is not a multiple of {unit}"
     return _divide_exactly(
         batch.global_tokens, sample_tokens, what, "batch.global_tokens", "nearest: {}"
     )

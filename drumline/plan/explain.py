@@ -87,9 +87,7 @@ def explain(plan: Plan) -> str:
     """Return the whole plan: its numbers, and why they were chosen if the user left it open."""
     config = plan.config
     steps = "known once the data is prepared" if plan.steps is None else plan.steps
-    memory = f"activation checkpointing {checkpointing(plan)}, offload {plan.offload}"
-    if config.memory.activation_offload:
-        memory += " and activations"
+    memory = f"activation checkpointing {checkpointing(plan)}, offload {_describe_offload(plan)}"
     rows = [
         ("run folder", plan.run_dir),
         ("model", _model(plan)),
@@ -115,6 +113,21 @@ def explain(plan: Plan) -> str:
     rows += _predicted(plan)
     rows += [("because", line) for line in plan.why]
     return "\n".join(f"{name:<14} {value}" for name, value in rows)
+
+
+def _describe_offload(plan: Plan) -> str:
+    """Return what is kept on the host or on NVMe: `none`, `cpu`, `cpu and activations`.
+
+    A place by itself stands for all that the strategy offloads.
+    """
+    parts = []
+    if plan.offload != "none":
+        parts.append(plan.offload)
+    if plan.config.optimizer.offload:
+        parts.append("optimizer states")
+    if plan.config.memory.activation_offload:
+        parts.append("activations")
+    return " and ".join(parts) or "none"
 
 
 def _mesh(plan: Plan) -> str:

@@ -408,7 +408,7 @@ class Plan(Layout):
     cp_method: Literal["ulysses", "ring"] = "ulysses"
     backend: Literal["gloo", "nccl"]
     offload: Literal["none", "cpu", "nvme"] = Field(
-        "none", description="Where training state is kept besides the devices."
+        "none", description="The slowest place to which the strategy offloads states or weights."
     )
     deepspeed: dict[str, Any] | None = Field(
         None, description="What DeepSpeed is given, where it is the engine."
@@ -466,7 +466,12 @@ class Plan(Layout):
         write_whole(path, self.model_dump_json(indent=2) + "\n", private=True)
 
     def of_role(self, name: str) -> Self:
-        """Return the plan of one of `roles` by itself."""
+        """Return the plan of one of `roles` by itself, as `engine.build` builds its engine.
+
+        Its model, path, strategy, offloading and DeepSpeed's config are those of the role. All else is
+        the policy's: the learning rate is not multiplied by `lr_ratio` (CompositeEngine does so), and
+        `predicted` describes the policy.
+        """
         role = self.roles[name]
         layout = super().of_role(name)
         deepspeed = None
@@ -474,7 +479,7 @@ class Plan(Layout):
             deepspeed = _with_own_nvme_folders(self.deepspeed, name)
         return layout.model_copy(
             update={
-                "offload": getattr(layout.strategy, "offload", self.offload),
+                "offload": slowest_offload(layout.strategy),
                 "deepspeed": deepspeed,
                 "model_path": role.model_path,
             }
@@ -506,6 +511,16 @@ class Plan(Layout):
         base_dir = values.get("base_dir") if isinstance(values, dict) else None
         folder = Path(base_dir) if isinstance(base_dir, str) else None
         return cls.model_validate(values, context={"trusted": trusted, "base_dir": folder})
+
+
+def slowest_offload(strategy: StrategyConfig) -> Literal["none", "cpu", "nvme"]:
+    """Return the slowest place to which a strategy offloads optimizer states or weights."""
+    places = strategy.offloads()
+    if "nvme" in places:
+        return "nvme"
+    if "cpu" in places:
+        return "cpu"
+    return "none"
 
 
 def _with_own_nvme_folders(deepspeed: dict[str, Any], name: str) -> dict[str, Any]:

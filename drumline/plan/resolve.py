@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from drumline.config.config import Config, MemoryConfig, NoAdapter, OptimizerConfig, ScheduleConfig
 from drumline.config.mesh import Mesh
-from drumline.config.strategy import StrategyConfig
 from drumline.errors import PlanError
 from drumline.hardware.catalog import peak_flops
 from drumline.hardware.detect import Machine
@@ -22,7 +21,15 @@ from drumline.plan.estimate import PROCESS
 from drumline.plan.explain import size
 from drumline.plan.facts import ModelFacts
 from drumline.plan.optimizer_rules import ACCUMULATES
-from drumline.plan.plan import BatchPlan, DataPlan, Layout, Plan, Predicted, RolePlan
+from drumline.plan.plan import (
+    BatchPlan,
+    DataPlan,
+    Layout,
+    Plan,
+    Predicted,
+    RolePlan,
+    slowest_offload,
+)
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_role_rules, check_rules
 from drumline.plan.stages import in_flight, plan_pipeline, stage_layers
@@ -91,7 +98,7 @@ def resolve(
         run_dir=run_dir,
         base_dir=base_dir,
         cp_method=strategy.context_method(),
-        offload=_offload(strategy),
+        offload=slowest_offload(strategy),
         deepspeed=deepspeed_of(layout, facts, run_dir),
         backend="nccl" if device == "cuda" else "gloo",
         lr=_learning_rate(config.optimizer, mesh, batch, why),
@@ -102,16 +109,6 @@ def resolve(
         predicted=_predict(config, machine, device, precision, facts, data),
         why=why,
     )
-
-
-def _offload(strategy: StrategyConfig) -> Literal["none", "cpu", "nvme"]:
-    """Return the slowest place that a strategy offloads to."""
-    places = strategy.offloads()
-    if "nvme" in places:
-        return "nvme"
-    if "cpu" in places:
-        return "cpu"
-    return "none"
 
 
 def require(case: Case, roles: Mapping[str, RolePlan], data: DataPlan | None) -> None:
@@ -129,13 +126,18 @@ def require(case: Case, roles: Mapping[str, RolePlan], data: DataPlan | None) ->
     ranks = case.mesh.data_ranks
     if data is None or data.train_samples >= ranks:
         return
+    # Ranks that share their samples, by tensor, context or pipeline parallelism.
+    ranks_per_data_rank = case.mesh.world_size // ranks
+    processes = max(1, data.train_samples) * ranks_per_data_rank
     packs = ""
+    fix = f"use --nproc {processes}, or more data"
     if case.config.packs:
         packs = f" (packs of {case.config.data.max_length} tokens)"
+        fix = f"use --nproc {processes}, more data, or data.packing=false"
     raise PlanError(
         f"{ranks} data ranks but only {data.train_samples} training samples{packs}",
         where="data.train",
-        fix=f"use --nproc {max(1, data.train_samples)}, more data, or data.packing=false",
+        fix=fix,
     )
 
 

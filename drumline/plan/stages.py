@@ -58,8 +58,8 @@ def plan_pipeline(
         why.append(_describe_stages(facts, layers))
     idle = bubble(schedule, mesh.pp, per_rank, batch.accumulation)
     why.append(
-        f"{schedule} with {batch.accumulation} micro-batches in flight:"
-        f" a rank waits {idle:.0%} of a step, were stages equal"
+        f"{schedule} with accumulation {batch.accumulation}:"
+        f" a rank idles {idle:.0%} of a step if stages are equal"
     )
     return PipelinePlan(schedule=schedule, stages_per_rank=per_rank, layers=layers)
 
