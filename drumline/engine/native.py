@@ -85,7 +85,7 @@ from drumline.models.shards import (
     tied_names,
 )
 from drumline.plan.plan import Plan
-from drumline.plan.rule import plain as has_only_data_ranks
+from drumline.plan.rule import is_data_parallel_only
 from drumline.plan.strategy_engine import engine_spec
 from drumline.system.heartbeat import alive, beat
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
@@ -235,7 +235,7 @@ class ForwardEngine:
         is_unsharded = isinstance(
             wrapper, NoGradientSync | Replicated | ShardedOptimizerWrapper | BucketedAllReduce
         )
-        self.is_whole = is_unsharded and has_only_data_ranks(plan.mesh)
+        self.is_whole = is_unsharded and is_data_parallel_only(plan.mesh)
         if not self.trains:
             self.model.eval()
         elif not self.model.training:  # a part that was built in eval mode stays in it

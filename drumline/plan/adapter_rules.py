@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from drumline.config.config import LoRAConfig
 from drumline.config.refusal import Refusal
-from drumline.plan.rule import Case, packed_bits, plain
+from drumline.plan.rule import Case, is_data_parallel_only, packed_bits
 
 
 def refusals(case: Case) -> Iterator[Refusal]:
@@ -23,7 +23,7 @@ def refusals(case: Case) -> Iterator[Refusal]:
         )
     yield from _lora(case)
     if packed_bits(case.config):
-        yield from _quantized(case)
+        yield from _quantization(case)
     if case.config.checkpoint.export_adapter:
         yield from _export(case)
     if case.config.algorithm.reference_of(case.config) == "adapter":
@@ -81,7 +81,7 @@ def _adapts_embedding(case: Case) -> bool:
     return any(".lora_embedding_A." in weight.name for weight in case.facts.end_weights)
 
 
-def _quantized(case: Case) -> Iterator[Refusal]:
+def _quantization(case: Case) -> Iterator[Refusal]:
     """Yield refusals of frozen weights that QLoRA packs."""
     key = "adapter.quantize"
     if case.mesh.tp > 1:
@@ -96,7 +96,7 @@ def _quantized(case: Case) -> Iterator[Refusal]:
             "use strategy=ddp or fsdp2, or adapter.quantize=none",
             key,
         )
-    policy_is_whole = case.strategy.whole_weights and plain(case.mesh)
+    policy_is_whole = case.strategy.whole_weights and is_data_parallel_only(case.mesh)
     if case.config.algorithm.rollout is not None and not policy_is_whole:
         yield Refusal(
             "QLoRA × rollouts of a cut policy",

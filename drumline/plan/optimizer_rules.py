@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from drumline.config.optimizer import FORMATS
 from drumline.config.refusal import Refusal
-from drumline.plan.rule import Case, plain, sees
+from drumline.plan.rule import Case, is_data_parallel_only, is_vision_language
 
 
 def refusals(case: Case) -> Iterator[Refusal]:
-    """Yield why the optimizer of a case is refused."""
+    """Yield why the optimizer of a case is refused. Users are only shown the first refusal."""
     options = case.config.optimizer
     where = "optimizer.kind"
     torch_own = options.kind in ("adamw", "sgd")
@@ -38,20 +38,21 @@ def refusals(case: Case) -> Iterator[Refusal]:
             where,
         )
     if options.in_backward or options.offload:
-        yield from _in_turn(case)
+        yield from _per_parameter_steps(case)
     if options.kind == "schedule_free":
         yield from _schedule_free(case, where)
     if case.config.precision.master == "bf16":
-        yield from _pure(case, "precision.master")
+        yield from _bf16_master(case, "precision.master")
 
 
+# Checked once the batch is known (resolve.lay_out).
 ACCUMULATES = Refusal(
     "in_backward × accumulation", "a gradient is used and gone before the next micro-batch adds to it", "use accumulation 1: a larger"
     " micro_batch, or more ranks", "optimizer.in_backward",
 )  # fmt: skip
 
 
-def _in_turn(case: Case) -> Iterator[Refusal]:
+def _per_parameter_steps(case: Case) -> Iterator[Refusal]:
     """Yield refusals of optimizers that step parameter by parameter: in_backward and offload."""
     config = case.config
     options = config.optimizer
@@ -72,7 +73,7 @@ def _in_turn(case: Case) -> Iterator[Refusal]:
     if options.kind not in kinds:
         yield Refusal(
             f"{name} × {options.kind}",
-            "it goes parameter by parameter, on any rank alike",
+            f"parameters are stepped one at a time, which {options.kind} is not written for",
             f"use {', '.join(kinds)}",
             where,
         )
@@ -87,11 +88,12 @@ def _in_turn(case: Case) -> Iterator[Refusal]:
     if config.precision.master == "bf16":
         yield Refusal(
             f"{name} × master=bf16",
-            "its steps round by the number of a parameter among all",
+            "stochastic rounding is seeded by a parameter's index among all, and here each is stepped alone",
             "use precision.master=fp32",
             where,
         )
-    if options.offload and strategy.offloads()[0] != "none":
+    place_of_states, _ = strategy.offloads()
+    if options.offload and place_of_states != "none":
         yield Refusal(
             "offload × a strategy that offloads",
             "its optimizer is on the host already",
@@ -125,7 +127,7 @@ def _in_backward(case: Case, where: str) -> Iterator[Refusal]:
         )
 
 
-def _pure(case: Case, where: str) -> Iterator[Refusal]:
+def _bf16_master(case: Case, where: str) -> Iterator[Refusal]:
     """Yield refusals of master weights in bf16."""
     config = case.config
     mesh = case.mesh
@@ -144,7 +146,8 @@ def _pure(case: Case, where: str) -> Iterator[Refusal]:
             "use optimizer.kind=adamw, or master=fp32",
             where,
         )
-    is_proven = plain(mesh) and case.strategy.data_parallel(mesh) in ("none", "ddp", "fsdp2")
+    data_parallel = case.strategy.data_parallel(mesh)
+    is_proven = is_data_parallel_only(mesh) and data_parallel in ("none", "ddp", "fsdp2")
     if (
         not is_proven
         or case.strategy.engine(mesh) != "native"
@@ -155,7 +158,12 @@ def _pure(case: Case, where: str) -> Iterator[Refusal]:
     if case.strategy.copies().compression.kind != "none":
         reason = "gradients travel in bf16 already"
         yield Refusal("master=bf16 × compression", reason, "take strategy.compression out", where)
-    if config.algorithm.rollout is not None or config.images_alone or config.plain or sees(case):
+    if (
+        config.algorithm.rollout is not None
+        or config.images_alone
+        or config.plain
+        or is_vision_language(case)
+    ):
         reason = "it is proven for texts that are given"
         yield Refusal(
             "master=bf16 × the model or the algorithm", reason, "use precision.master=fp32", where

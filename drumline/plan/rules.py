@@ -20,13 +20,20 @@ from drumline.plan.batch import nearest
 from drumline.plan.copies import copied_over
 from drumline.plan.facts import MULTIPLE, TP_STYLES, ModelFacts, chunkable, takes_fp8
 from drumline.plan.optimizer_rules import refusals as optimizer_refusals
-from drumline.plan.rule import Case, packed_bits, plain, recomputes_some, sees
+from drumline.plan.rule import (
+    Case,
+    is_data_parallel_only,
+    is_vision_language,
+    packed_bits,
+    recomputes_some,
+)
 from drumline.plan.strategy_engine import engine_spec
 from drumline.plan.stream import whole_stream
 
-# These refusals get their reason from the model: by its facts here, or when it is built.
-NO_STAGES = Refusal("pp × the model", "", "use strategy: fsdp2 or tp instead")
-NO_PARTS = Refusal("cp × the model", "", "use fsdp2, ddp or pp without cp")
+# Refusals whose reason depends on the model. It is filled in by `replace` here, from the model's facts,
+# or by `error(reason)` in engine and models, when the model is built.
+NO_PIPELINE = Refusal("pp × the model", "", "use strategy: fsdp2 or tp instead")
+NO_CONTEXT_PARALLEL = Refusal("cp × the model", "", "use fsdp2, ddp or pp without cp")
 NO_RECOMPUTING = Refusal(
     "activation checkpointing × the model",
     "",
@@ -38,7 +45,7 @@ NO_FP8 = Refusal(
 )
 NO_LIGER = Refusal("kernels=liger × the model", "", "take it out", "model.kernels")
 NO_CHUNKS = Refusal("mlp_chunk × the model", "", "take it out", "memory.mlp_chunk")
-NO_PACKS = Refusal(
+NO_PACKING = Refusal(
     "packing × the model", "", "set data.packing: false for this model", "data.packing"
 )
 
@@ -85,7 +92,7 @@ def _rules_in_order(case: Case) -> tuple[Rule, ...]:
         _model,
         _evaluation,
         _memory,
-        _compiled,
+        _compile,
         _kernels,
         _fp8,
         _batch_norm,
@@ -114,7 +121,8 @@ def _mps(case: Case) -> Iterator[Refusal]:
             "run.device",
         )
     if not config.algorithm.sees_images or case.precision != "fp32" or packed_bits(config):
-        # Other algorithms sum in fp64 on the device, which this one cannot.
+        # The algorithms that take images are sft and pretrain. All others sum in fp64 on the device,
+        # which Apple's GPU does not have.
         yield Refusal(
             "mps × what it has not been written for",
             "it is written for sft and pretrain in fp32",
@@ -124,11 +132,11 @@ def _mps(case: Case) -> Iterator[Refusal]:
 
 
 def _images(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of images, among a model's tokens or as whole samples."""
-    yield from compared_images(case.config, sees(case))
+    """Yield refusals of images, which stand among a model's tokens or are whole samples."""
+    yield from compared_images(case.config, is_vision_language(case))
     mesh = case.mesh
     images_alone = case.config.images_alone
-    if sees(case) and not case.config.algorithm.sees_images:
+    if is_vision_language(case) and not case.config.algorithm.sees_images:
         reason = "its batches carry no images, and ranks whose vision tower does not run would leave the others waiting"
         yield Refusal(
             "images × an algorithm that is not sft or pretrain",
@@ -136,10 +144,10 @@ def _images(case: Case) -> Iterator[Refusal]:
             "use algorithm=sft, or a model of text",
             "algorithm",
         )
-    if sees(case) and mesh.pp > 1:
+    if is_vision_language(case) and mesh.pp > 1:
         reason = "stages hand on hidden states alone, and the tower's features are added to those of several blocks (DeepStack)"
         yield Refusal("images × pp", reason, "use strategy=fsdp2")
-    if sees(case) and mesh.cp > 1:
+    if is_vision_language(case) and mesh.cp > 1:
         reason = "transformers puts the features of all images into the places it counts in a row, and a rank has a part of the places"
         yield Refusal("images × cp", reason, "use strategy=fsdp2 with activation checkpointing")
     if images_alone and mesh.cp > 1:
@@ -203,30 +211,30 @@ def _model(case: Case) -> Iterator[Refusal]:
     if facts is None:
         return
     if case.mesh.cp > 1:
-        yield from _model_in_parts(case, facts)
+        yield from _context_parallel_model(case, facts)
     if case.mesh.pp > 1:
-        yield from _model_in_stages(facts)
+        yield from _pipeline_model(facts)
     if case.config.memory.activation_checkpointing != "none" and not facts.recomputes:
         yield replace(NO_RECOMPUTING, reason=f"{facts.name} has no activation checkpointing")
 
 
-def _model_in_parts(case: Case, facts: ModelFacts) -> Iterator[Refusal]:
+def _context_parallel_model(case: Case, facts: ModelFacts) -> Iterator[Refusal]:
     """Yield refusals of models whose sequences cannot be cut over the ranks of cp."""
     if facts.first_position is None:
         reason = "its tokens would count from the start of each part, since it takes no positions from outside"
         yield Refusal("cp × a model without position ids", reason, "use strategy=ddp or fsdp2")
-    if _rings(case) and facts.bidirectional:
+    if _uses_ring_attention(case) and facts.bidirectional:
         reason = "torch's ring attention takes no mask, and padding is kept out by one"
         yield Refusal("ring × tokens that see those behind them", reason, "use ulysses")
     if facts.whole_sequences:
         reason = f"context parallelism cannot run {facts.name}: {facts.whole_sequences}"
-        yield replace(NO_PARTS, reason=reason)
-    if _rings(case) and facts.windows:
+        yield replace(NO_CONTEXT_PARALLEL, reason=reason)
+    if _uses_ring_attention(case) and facts.windows:
         reason = "ring attention in torch takes no mask, and this model has layers with windows of their own"
         yield Refusal("ring × windows", reason, "use ulysses")
 
 
-def _model_in_stages(facts: ModelFacts) -> Iterator[Refusal]:
+def _pipeline_model(facts: ModelFacts) -> Iterator[Refusal]:
     """Yield refusals of models that cannot be cut into the stages of a pipeline."""
     if facts.trains_router:
         where = "model.config.output_router_logits"
@@ -234,7 +242,7 @@ def _model_in_stages(facts: ModelFacts) -> Iterator[Refusal]:
         instead = f"use strategy=fsdp2, or train without it: {where}=false"
         yield Refusal("pp × the router loss of a mixture of experts", reason, instead, where)
     if facts.uncut:
-        yield replace(NO_STAGES, reason=facts.uncut)
+        yield replace(NO_PIPELINE, reason=facts.uncut)
 
 
 def _evaluation(case: Case) -> Iterator[Refusal]:
@@ -265,14 +273,16 @@ def _evaluation_texts(case: Case, has_held_out_rows: bool) -> Iterator[Refusal]:
         yield Refusal(
             f"{key} × a model without text", "it gives numbers, not text", f"take {key} out", key
         )
-    if sees(case):
+    if is_vision_language(case):
         yield Refusal(
             f"{key} × images",
             "prompts are handed to the sampler as text alone",
             f"take {key} out",
             key,
         )
-    if packed_bits(config) and not (case.strategy.whole_weights and plain(case.mesh)):
+    if packed_bits(config) and not (
+        case.strategy.whole_weights and is_data_parallel_only(case.mesh)
+    ):
         reason = "they are computed by a copy of a model that is cut, and packed weights are not handed out whole"
         yield Refusal(
             f"QLoRA × {key} of a cut model", reason, f"use strategy=ddp, or take {key} out", key
@@ -344,7 +354,7 @@ def _memory(case: Case) -> Iterator[Refusal]:
             reason,
             "use activation_checkpointing=full",
         )
-    if memory.activation_offload and sees(case):
+    if memory.activation_offload and is_vision_language(case):
         yield _memory_refusal(
             "activation_offload",
             "images",
@@ -362,7 +372,7 @@ def _memory_refusal(key: str, other: str, reason: str, instead: str) -> Refusal:
     return Refusal(f"{key} × {other}", reason, instead, f"memory.{key}")
 
 
-def _compiled(case: Case) -> Iterator[Refusal]:
+def _compile(case: Case) -> Iterator[Refusal]:
     """Yield refusals of compile.loss and compile.optimizer."""
     config = case.config
     if config.compile.loss and case.mesh.tp > 1:
@@ -378,7 +388,7 @@ def _compiled(case: Case) -> Iterator[Refusal]:
     is_plain_step = (
         optimizer.kind in ("adamw", "sgd")
         and not optimizer.fused
-        and not _steps_in_parts(config)
+        and not _steps_per_parameter(config)
         and config.precision.master != "bf16"
     )
     if not is_plain_step or not _is_native(case) or not case.strategy.whole_weights:
@@ -421,7 +431,7 @@ def _fp8_gathering(case: Case) -> Iterator[Refusal]:
     precision = case.config.precision
     has_one_scale = precision.kind == "fp8" and precision.scaling == "tensorwise"
     is_sharded = case.strategy.data_parallel(case.mesh) == "fsdp2"
-    if not has_one_scale or not is_sharded or _steps_in_parts(case.config):
+    if not has_one_scale or not is_sharded or _steps_per_parameter(case.config):
         yield Refusal(
             "gather=fp8 × the precision or the strategy",
             "FSDP2 gathers weights in fp8 with one scale each, made after a step of them all",
@@ -456,10 +466,10 @@ def _has_fp8_layer(facts: ModelFacts) -> bool:
 
 def _is_native(case: Case) -> bool:
     """Return whether Drumline's own engine steps the model, on ranks that run whole layers."""
-    return case.strategy.engine(case.mesh) == "native" and plain(case.mesh)
+    return case.strategy.engine(case.mesh) == "native" and is_data_parallel_only(case.mesh)
 
 
-def _steps_in_parts(config: Config) -> bool:
+def _steps_per_parameter(config: Config) -> bool:
     """Return whether the optimizer steps parameter by parameter instead of all at once."""
     return config.optimizer.in_backward or config.optimizer.offload
 
@@ -469,7 +479,7 @@ def _batch_norm(case: Case) -> Iterator[Refusal]:
     model = case.config.model
     if not model.sync_batchnorm:
         return
-    if not (case.strategy.in_step and plain(case.mesh)):
+    if not (case.strategy.in_step and is_data_parallel_only(case.mesh)):
         reason = "batch statistics are shared over ranks that hold whole samples and are in step at each forward: under DDP, FSDP2 and ZeRO"
         yield Refusal(
             "SyncBatchNorm × a strategy that is not data parallel",
@@ -575,7 +585,7 @@ def _expert_parallel(case: Case) -> Iterator[Refusal]:
     if facts is not None and facts.experts % mesh.ep:
         reason = f"{facts.experts} experts do not divide by ep {mesh.ep}"
         yield Refusal("ep × experts", reason, "choose an ep that divides their number", where)
-    if sees(case) or packed_bits(case.config):
+    if is_vision_language(case) or packed_bits(case.config):
         yield Refusal(
             "ep × images, QLoRA",
             "it is proven for texts and weights that are not packed",
@@ -590,7 +600,7 @@ def _context_parallel(case: Case) -> Iterator[Refusal]:
     mesh = case.mesh
     if mesh.cp == 1:
         return
-    ring = _rings(case)
+    ring = _uses_ring_attention(case)
     if ring and case.device == "cpu":
         yield Refusal(
             "ring × CPU", "ring attention has no CPU kernel in torch", "use cp_method=ulysses"
@@ -613,20 +623,20 @@ def _context_parallel(case: Case) -> Iterator[Refusal]:
             carrier = "the ring of torch"
         reason = f"parts of sequences are exchanged around {carrier}, not around {attention}"
         yield Refusal("cp × attention", reason, "use model.attention=auto", "model.attention")
-    yield from _length_in_parts(case)
+    yield from _context_parallel_length(case)
     if not ring:
-        yield from _heads_in_parts(case)
+        yield from _context_parallel_heads(case)
 
 
-def _length_in_parts(case: Case) -> Iterator[Refusal]:
+def _context_parallel_length(case: Case) -> Iterator[Refusal]:
     """Yield the refusal of a length that does not divide into the parts of cp ranks."""
     length = case.config.data.max_length
     parts = case.mesh.cp
-    if _rings(case):
+    if _uses_ring_attention(case):
         # With two parts each, from both ends of the sequence, ranks have as much causal work.
         parts = 2 * case.mesh.cp
     reason = f"sequences of {length} tokens do not divide into {parts} parts"
-    if _rings(case) and case.precision == "fp32" and case.device != "cpu":
+    if _uses_ring_attention(case) and case.precision == "fp32" and case.device != "cpu":
         reason += (
             f" of a multiple of {RING_CHUNK} tokens, which the ring's kernel for fp32 requires"
         )
@@ -637,7 +647,7 @@ def _length_in_parts(case: Case) -> Iterator[Refusal]:
         )
 
 
-def _heads_in_parts(case: Case) -> Iterator[Refusal]:
+def _context_parallel_heads(case: Case) -> Iterator[Refusal]:
     """Yield the refusal of heads that do not divide by cp; none if the model is not known yet."""
     if case.facts is None:
         return
@@ -692,6 +702,6 @@ def _health(case: Case) -> Iterator[Refusal]:
         yield Refusal("on_spike=rollback × rollouts", reason, "use note or skip", "health.on_spike")
 
 
-def _rings(case: Case) -> bool:
+def _uses_ring_attention(case: Case) -> bool:
     """Return whether sequences are cut over ranks whose keys and values go around a ring."""
     return case.mesh.cp > 1 and case.strategy.context_method() == "ring"

@@ -26,7 +26,7 @@ import torch
 from drumline.dist.reduce import Gather
 from drumline.plan.estimate import Estimate
 from drumline.plan.plan import Plan
-from drumline.plan.rule import plain
+from drumline.plan.rule import is_data_parallel_only
 from drumline.system import heartbeat
 from drumline.telemetry.events import Emit, Measured, Planned
 from drumline.telemetry.memory_tracker import LiveBytes, MemoryStats, Phase
@@ -310,7 +310,7 @@ class Measure:
             traffic=self._mean_traffic(),
             # Weights and gradients are sent whole; activations, which other parallelism sends,
             # grow with the tokens.
-            grows=not plain(self.plan.mesh),
+            grows=not is_data_parallel_only(self.plan.mesh),
             width=token_fill,
         )
 

@@ -38,7 +38,7 @@ from drumline.plan.facts import (
     rank_params,
 )
 from drumline.plan.plan import Layout
-from drumline.plan.rule import packed_bits, plain
+from drumline.plan.rule import is_data_parallel_only, packed_bits
 from drumline.planner.cost import fitted
 from drumline.planner.cost.activations import (
     HeadBytes,
@@ -733,7 +733,7 @@ def generates_with_weight_copy(layout: Layout) -> bool:
     generator = generator_of(layout)
     if generator is None or isinstance(generator, VLLMGenerator):
         return False
-    if not layout.strategy.whole_weights or not plain(layout.mesh):
+    if not layout.strategy.whole_weights or not is_data_parallel_only(layout.mesh):
         return True
     rollout = layout.config.algorithm.rollout
     if rollout is not None and rollout.lookahead:
