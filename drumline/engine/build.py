@@ -277,7 +277,7 @@ def cast_to_compute_dtype(plan: Plan, model: Any) -> None:
 
     In pure bf16 the trainable weights are cast, too.
     """
-    if plan.pure:
+    if plan.is_pure_bf16:
         cast_frozen([model], LOW_PRECISION["bf16"], vectors=True, trainable=True)
         return
     dtype = LOW_PRECISION.get(plan.precision)
@@ -297,7 +297,7 @@ def _build_frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> Fo
     model.requires_grad_(False)
     dtype = LOW_PRECISION.get(plan.precision)
     casts = gather_dtype(plan) is not None
-    is_pure = (as_deepspeed or plan.pure) and not casts
+    is_pure = (as_deepspeed or plan.is_pure_bf16) and not casts
     if dtype is not None:
         is_all_low = casts or is_pure
         if is_all_low:

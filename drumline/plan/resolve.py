@@ -258,7 +258,7 @@ def deepspeed_of(layout: Layout, facts: ModelFacts | None, run_dir: str) -> dict
 def device_of(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
     """Return the device that the run is planned for.
 
-    MPS is planned as a CPU, whose memory it shares (Layout.place).
+    MPS is planned as a CPU, whose memory it shares (Layout.device_type).
     Raises PlanError if the machine does not have the device.
     """
     device = config.run.device

@@ -157,8 +157,8 @@ class Measure:
         if self.plan.device == "cuda" and phase is None:
             # The peak between steps (loading, evaluation, rollouts) does not belong to a step.
             torch.cuda.reset_peak_memory_stats()
-        # `place`, since `device` is "cpu" also for the tensors of an mps device.
-        if is_instrumented and self.plan.place == "cpu":
+        # `device_type`, since `device` is "cpu" also for the tensors of an mps device.
+        if is_instrumented and self.plan.device_type == "cpu":
             if self._tracker is None:
                 self._tracker = LiveBytes()
             self._tracker.phase = phase

@@ -59,7 +59,7 @@ def build(
     if config.run.deterministic:
         deterministic()
     set_kernels(plan)
-    device = f"cuda:{gpu(ranks)}" if plan.device == "cuda" else plan.place
+    device = f"cuda:{gpu(ranks)}" if plan.device == "cuda" else plan.device_type
     verification = _verify_caches(plan, ranks)
 
     # The model, and what the run resumes from.

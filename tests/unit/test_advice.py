@@ -161,7 +161,7 @@ def test_the_longest_row_of_each_family() -> None:
 
     for most in found[:3]:
         candidate = most.candidate
-        assert candidate.layout.length == most.number
+        assert candidate.layout.max_length == most.number
         assert candidate.estimate.verdict == "fits"
         assert most.number % LENGTH_MULTIPLE == 0
 

@@ -394,7 +394,7 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
     setup = Setup(
         kind=compute_mode_of(layout),
         recomputation=recomputation,
-        length=layout.length,
+        length=layout.max_length,
         attention=_attention_memory(layout, facts),
         has_adapter=has_adapter,
         adapter_drops=adapter_drops,
@@ -417,7 +417,7 @@ def _attention_memory(layout: Layout, facts: ModelFacts) -> AttentionMemory:
     mask_entries = 0
     if kernel == "masked" and needs_bounds:
         # A mask of the unsharded row. The ring makes none, but has keys for all heads.
-        mask_entries = layout.length * mesh.cp
+        mask_entries = layout.max_length * mesh.cp
     is_ring = mesh.cp > 1 and layout.strategy.context_method() == "ring"
     score_bytes = _score_bytes(layout, facts, kernel)
     stream_mask_bytes = 0
@@ -476,7 +476,7 @@ def _mlp_chunk(layout: Layout) -> float:
     tokens = layout.config.memory.mlp_chunk
     if not tokens:
         return 0.0
-    return min(1.0, tokens * layout.mesh.cp / (layout.rows * layout.length))
+    return min(1.0, tokens * layout.mesh.cp / (layout.rows * layout.max_length))
 
 
 def split_checkpointing(layout: Layout) -> tuple[Layout, Layout]:

@@ -132,7 +132,7 @@ def _blend(device: float, host: float) -> float:
 
 def _tokens(layout: Layout) -> float:
     """Return the tokens of a micro-batch on one device."""
-    return layout.rows * layout.positions / layout.mesh.cp / layout.devices_per_rank
+    return layout.rows * layout.padded_tokens_per_row / layout.mesh.cp / layout.devices_per_rank
 
 
 def _block_calls(layout: Layout, facts: ModelFacts) -> float:
@@ -166,7 +166,7 @@ def _device_seconds(
     attention_rate = cluster.attention_rate(layout.precision)
     attention_rate_per_token = attention_rate * mesh.tp * mesh.pp / (micro_batches * tokens)
     cast_bytes = 0.0
-    if layout.fp8:
+    if layout.uses_fp8:
         fp8 = _apply_fp8(layout, facts, cluster, rate_per_token)
         rate_per_token = fp8.rate_per_token
         cast_bytes = fp8.cast_bytes

@@ -462,7 +462,7 @@ def _rows_on_device(layout: Layout) -> int:
 
 def _tokens_on_device(layout: Layout) -> float:
     """Return the tokens of a micro-batch on one device."""
-    return _rows_on_device(layout) * layout.length / layout.mesh.cp
+    return _rows_on_device(layout) * layout.max_length / layout.mesh.cp
 
 
 def _image_activations(layout: Layout, facts: ModelFacts, model_part: Part) -> _RankActivations:
@@ -771,10 +771,10 @@ def _sampling_bytes(layout: Layout, facts: ModelFacts) -> float:
     bytes_per_entry = PRECISION_BYTES[layout.precision]
     key_width = block_of(facts).key_width
     # Keys and values, each as long as a whole sequence.
-    cache = 2.0 * facts.layers * key_width * bytes_per_entry * layout.length * sequences
+    cache = 2.0 * facts.layers * key_width * bytes_per_entry * layout.max_length * sequences
     logits = SAMPLED_LOGITS * FP32_BYTES * sequences * facts.vocab_size
     # No activations are kept of the forward of the prompts.
-    prompt_tokens = sequences * max(1, layout.length - generator.max_new_tokens)
+    prompt_tokens = sequences * max(1, layout.max_length - generator.max_new_tokens)
     prompts = prompt_tokens * formula(layout, facts).live_forward
     return cache + logits + prompts
 
@@ -856,7 +856,7 @@ def checkpoint_bytes(layout: Layout, facts: ModelFacts) -> int:
     per_entry = (
         FP32_BYTES * (1 + layout.config.optimizer.slots) + cost_of(layout.strategy).outer_bytes()
     )
-    return per_entry * sum(model.trainable for _, model in layout.trainable(facts))
+    return per_entry * sum(model.trainable for _, model in layout.trainable_models(facts))
 
 
 def offloaded_bytes(layout: Layout, facts: ModelFacts, as_pinned: bool = True) -> int:
@@ -867,7 +867,7 @@ def offloaded_bytes(layout: Layout, facts: ModelFacts, as_pinned: bool = True) -
     """
     if not layout.config.memory.activation_offload:
         return 0
-    tokens_bytes = formula(layout, facts).offloaded * layout.rows * layout.length
+    tokens_bytes = formula(layout, facts).offloaded * layout.rows * layout.max_length
     per_block = math.ceil(tokens_bytes / layout.mesh.cp)
     if as_pinned and layout.activation_checkpointing == "full" and per_block:
         # The next power of two.

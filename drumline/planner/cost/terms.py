@@ -255,7 +255,7 @@ def compute_mode_of(layout: Layout) -> ComputeMode:
     if layout.precision == "fp32":
         return "fp32"
     strategy = layout.strategy
-    if layout.pure or strategy.keeps_low:
+    if layout.is_pure_bf16 or strategy.keeps_low:
         return "low"
     gathered = strategy.gathered_in(layout.precision, layout.config.images_alone)
     if gathered is not None:
@@ -296,7 +296,7 @@ def moments(
 
 def entry_bytes(layout: Layout) -> int:
     """Return the bytes of an entry of a trainable weight, and of its gradient."""
-    if layout.pure:
+    if layout.is_pure_bf16:
         return LOW_BYTES
     return FP32_BYTES
 
@@ -307,7 +307,7 @@ def low_moment_bytes(layout: Layout) -> int:
     AdamW in bf16 keeps two moments, and with Kahan summation also what the last step lost by
     rounding.
     """
-    if not layout.pure:
+    if not layout.is_pure_bf16:
         return 0
     if layout.config.precision.rounding == "kahan":
         return 3 * LOW_BYTES
@@ -350,7 +350,7 @@ def _weight_bytes(layout: Layout, here: Sizes) -> int:
 
     Some frozen weights are in the low precision (models.freeze.cast_frozen, models.packed).
     """
-    if layout.pure:
+    if layout.is_pure_bf16:
         low = here.frozen
     else:
         low = here.low
@@ -364,7 +364,7 @@ def step_buffer_bytes(layout: Layout, here: Sizes, sharded: bool) -> float:
     `here`: the sizes of this rank's weights. `sharded`: the weights are DTensors.
     """
     options = layout.config.optimizer
-    if layout.pure:
+    if layout.is_pure_bf16:
         return FP32_BYTES * PURE_STEP_COPIES * here.largest
     if options.kind not in ("adamw", "sgd"):
         return FP32_BYTES * options.does.copies * here.largest
@@ -487,7 +487,7 @@ def _cast_bytes(
     through = 0
     block = 0
     # Frozen weights are in the low precision already; fp8 casts weights when they are used.
-    if compute_mode_of(layout) == "autocast" and not layout.fp8:
+    if compute_mode_of(layout) == "autocast" and not layout.uses_fp8:
         blocks_alone = Part(model_part.stages, first=False, last=False)
         all_blocks = LOW_BYTES * rank_params(facts, blocks_alone, tp).trainable
         largest = LOW_BYTES * largest_block(facts, model_part, tp).trainable

@@ -63,7 +63,7 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Communi
     mean of a long run, which differs only for local SGD and DiLoCo.
 
     Bytes are exact for weights, gradients, norms, stages and sequences. If activations are sent
-    (tp), rows are taken to be `layout.positions` wide; without packing a batch is as wide as its
+    (tp), rows are taken to be `layout.padded_tokens_per_row` wide; without packing a batch is as wide as its
     longest row, so more is sent. All real tokens are taken to have a loss, for which the
     cross-entropy over a cut vocabulary sends a few fp32 numbers each. See also the strategy's `send`.
     """
@@ -76,7 +76,7 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Communi
     wrap = getattr(strategy, "wrap", None)
     if wrap is not None:
         wrap = tuple(wrap)
-    for head, whole in layout.trainable(facts):
+    for head, whole in layout.trainable_models(facts):
         model = experts_over(whole, mesh.ep)
         volume.rank_share = 1.0
         batch_norms(volume, layout, model)
@@ -97,7 +97,7 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Communi
         optimizer(volume, layout, model)
         tensor(volume, layout, model, head)
         context(volume, layout, model, head)
-        tokens = layout.rows * layout.positions * layout.batch.accumulation
+        tokens = layout.rows * layout.padded_tokens_per_row * layout.batch.accumulation
         if mesh.ep > 1:
             experts(volume, layout, model, tokens, mesh.ep, "ep")
     return volume
@@ -188,7 +188,7 @@ def pipeline(
         return
     # The residual stream is fp32 under autocast.
     precision = strategy.gathered_in(layout.precision, layout.config.images_alone) or "fp32"
-    message = layout.rows * layout.length * facts.hidden * PRECISION_BYTES[precision]
+    message = layout.rows * layout.max_length * facts.hidden * PRECISION_BYTES[precision]
     boundaries = mesh.pp * layout.pipeline.stages_per_rank - 1
     # One forward and one back over each boundary, in each micro-batch.
     messages = 2 * layout.batch.accumulation * boundaries
@@ -409,7 +409,7 @@ def tensor(volume: CommunicationVolume, layout: Layout, facts: ModelFacts, head:
         return
     micro_batches = layout.batch.accumulation
     # Of all micro-batches of a step.
-    tokens = layout.rows * layout.positions / layout.mesh.cp * micro_batches
+    tokens = layout.rows * layout.padded_tokens_per_row / layout.mesh.cp * micro_batches
     is_stream_cut = layout.stream_parts > 1
     if is_stream_cut:
         _cut_stream(volume, layout, facts, tokens)
@@ -552,7 +552,7 @@ def _vocabulary(
     per_token = LARGEST_LOGIT_BYTES + TARGET_AND_SUM_BYTES
     if "entropy" in algorithm.head_outputs:
         per_token += ENTROPY_BYTES
-    tokens_of_micro_batch = layout.rows * layout.length
+    tokens_of_micro_batch = layout.rows * layout.max_length
     chunk = getattr(algorithm, "loss_chunk", 0) or tokens_of_micro_batch
     calls = 2 * math.ceil(tokens_of_micro_batch / chunk) * micro_batches
     summed = per_token * tokens_with_loss + FP32_BYTES * tokens * facts.hidden
@@ -575,7 +575,7 @@ def context(volume: CommunicationVolume, layout: Layout, facts: ModelFacts, head
         return
     micro_batches = layout.batch.accumulation
     blocks = len(facts.block_weights)
-    tokens = layout.rows * layout.length / ranks * micro_batches
+    tokens = layout.rows * layout.max_length / ranks * micro_batches
     # Of one head.
     head_entries = tokens * facts.head_dim
     heads = facts.heads / layout.mesh.tp

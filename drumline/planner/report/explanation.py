@@ -176,7 +176,7 @@ def _explain_run_settings(question: Question, candidate: Candidate) -> list[Line
     for name, size in mesh.model_dump().items():
         dimensions.append(f"{name} {size}")
     ranks = " × ".join(dimensions)
-    rows = f"rows are {layout.tokens_per_row:,.0f} tokens on average, {layout.length:,} at most"
+    rows = f"rows are {layout.tokens_per_row:,.0f} tokens on average, {layout.max_length:,} at most"
     compiled = "nothing"
     if layout.config.compile.enabled:
         compiled = "each block"
@@ -267,8 +267,8 @@ def _activation_sources(question: Question, candidate: Candidate) -> dict[str, s
     memory = candidate.estimate.memory
     facts = question.facts
     layout = candidate.layout
-    tokens = layout.rows * layout.length
-    rows = f"{plural(layout.rows, 'row')} × {layout.length:,} tokens"
+    tokens = layout.rows * layout.max_length
+    rows = f"{plural(layout.rows, 'row')} × {layout.max_length:,} tokens"
     # A model of images has no hidden width.
     entries = max(1, tokens * facts.layers * facts.hidden)
     bytes_an_entry = memory.activations / entries

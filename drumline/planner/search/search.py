@@ -532,7 +532,7 @@ def _rank_of_equal(candidate: Candidate) -> tuple[bool, int]:
 def _distance_from_usual(candidate: Candidate) -> float:
     """Return how many doublings lie between a micro-batch and the usual number of tokens."""
     layout = candidate.layout
-    return abs(math.log2(layout.rows * layout.length / TOKENS_AT_ONCE))
+    return abs(math.log2(layout.rows * layout.max_length / TOKENS_AT_ONCE))
 
 
 def _fit_export(question: Question, layout: Layout) -> tuple[Layout, Estimate]:
