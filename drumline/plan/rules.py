@@ -18,7 +18,7 @@ from drumline.plan.adapter_rules import refusals as adapter_refusals
 from drumline.plan.attention import RING_CHUNK
 from drumline.plan.batch import nearest
 from drumline.plan.copies import copied_over
-from drumline.plan.facts import MULTIPLE, TP_STYLES, ModelFacts, chunkable, takes_fp8
+from drumline.plan.facts import MULTIPLE, TP_STYLES, ModelFacts, has_chunkable_mlp, takes_fp8
 from drumline.plan.optimizer_rules import refusals as optimizer_refusals
 from drumline.plan.rule import (
     Case,
@@ -361,7 +361,7 @@ def _memory(case: Case) -> Iterator[Refusal]:
             "blocks of a vision tower run between those of the text",
             "take it out",
         )
-    if memory.mlp_chunk and case.facts is not None and not chunkable(case.facts):
+    if memory.mlp_chunk and case.facts is not None and not has_chunkable_mlp(case.facts):
         yield replace(
             NO_CHUNKS, reason=f"{case.facts.name} has no dense feed-forward part of the name mlp"
         )

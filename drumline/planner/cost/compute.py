@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from drumline.hardware.cluster import Cluster, Measured
-from drumline.plan.facts import ModelFacts, of_mlp, takes_fp8
+from drumline.plan.facts import ModelFacts, mlp_parameters, takes_fp8
 from drumline.plan.plan import Layout
 from drumline.plan.rule import packed_bits
 from drumline.planner.cost import fitted
@@ -389,7 +389,7 @@ def product_flops(
     elif checkpointing == "full":
         again = of_blocks * part
     if chunked:
-        feed_forward = sum(of_mlp(block) for block in facts.block_weights)
+        feed_forward = sum(mlp_parameters(block) for block in facts.block_weights)
         again += float(FLOPS_OF_PRODUCT) * feed_forward
     backward = facts.flops_per_token - attention - products
     return Passes(products, backward, again)
