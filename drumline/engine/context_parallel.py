@@ -34,7 +34,7 @@ from drumline.models.blocks import reason_for_whole_sequences
 from drumline.models.head import ForwardWithObjective
 from drumline.models.sequence import SequencePart
 from drumline.models.small import TrialTokens, is_close, try_small
-from drumline.plan.attention import RING_CHUNK, by_documents
+from drumline.plan.attention import RING_CHUNK, has_drumline_attention
 from drumline.plan.rules import NO_CONTEXT_PARALLEL
 from drumline.vendor.torch import all_to_all_single_autograd
 
@@ -81,7 +81,7 @@ def apply_context_parallel(
     before = model.config._attn_implementation
     # A name of its own: another model of this process looks its functions up by name, and has
     # another part of another sequence.
-    base_name = before if by_documents(model) else "drumline_sequence"
+    base_name = before if has_drumline_attention(model) else "drumline_sequence"
     name = f"{base_name}_part_{next(NUMBERS)}"
     whole_attention = AttentionInterface()[before]
     whole_sequence_mask = AttentionMaskInterface()[before]

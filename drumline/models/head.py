@@ -38,7 +38,7 @@ from drumline.models.router import loads_of, router_of, trains_router
 from drumline.models.scores import class_logits, grey_image, score_head, score_parts
 from drumline.models.sequence import SequencePart
 from drumline.models.small import TrialTokens, is_close, trial_tokens, try_small
-from drumline.plan.attention import by_documents
+from drumline.plan.attention import has_drumline_attention
 from drumline.plan.rules import NO_PACKING
 
 
@@ -322,7 +322,7 @@ def shares_prompts(model: Any, device: str) -> bool:
     Tried with eight tokens: a prompt of four, and two completions. False for a mixture that trains
     its router, whose loss counts the tokens of rows.
     """
-    if not by_documents(model) or trains_router(model):
+    if not has_drumline_attention(model) or trains_router(model):
         return False
     return try_small(model, device, _has_same_logits_behind_shared_prompt)
 

@@ -136,7 +136,7 @@ class ModelFacts:
     # Weights of each block, those of a vision tower first. Equal blocks share one tuple.
     block_weights: tuple[tuple[Weight, ...], ...] = ()
     # Weights outside of the blocks. A tied head is its embedding.
-    non_block_weights: tuple[Weight, ...] = ()
+    end_weights: tuple[Weight, ...] = ()
     # It caps or scales the logits, so all are computed at once, whatever loss_chunk is.
     changes_logits: bool = False
     # Its config adds the loss that balances the experts of a mixture.

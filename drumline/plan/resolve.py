@@ -15,7 +15,7 @@ from drumline.config.mesh import Mesh
 from drumline.errors import PlanError
 from drumline.hardware.catalog import peak_flops
 from drumline.hardware.detect import Machine
-from drumline.plan.attention import choice_of
+from drumline.plan.attention import choose_by_facts
 from drumline.plan.batch import in_steps, resolve_batch, steps_of_rollouts
 from drumline.plan.estimate import PROCESS
 from drumline.plan.explain import size
@@ -34,7 +34,7 @@ from drumline.plan.rule import Case
 from drumline.plan.rules import check_role_rules, check_rules
 from drumline.plan.stages import in_flight, plan_pipeline, stage_layers
 from drumline.plan.strategy_engine import engine_spec
-from drumline.plan.stream import reason_against_stream
+from drumline.plan.stream import reason_against_sequence_parallelism
 from drumline.plan.unadapted import describe_unadapted, find_unadapted
 
 
@@ -91,7 +91,7 @@ def resolve(
     why += batch_norm_why(config, batch, batch_norms)
     layout = lay_out(case, batch, model.roles, data, len(machine.devices), why)
     if facts is not None and not config.images_alone:
-        why.append(f"attention {choice_of(layout, facts).line}")
+        why.append(f"attention {choose_by_facts(layout, facts).line}")
     why += strategy.notes(world, layout.devices_per_rank, batch.micro_batch)
     return Plan(
         **dict(layout),
@@ -208,12 +208,10 @@ def _describe_images(data: DataPlan) -> str:
 
 
 def _stream_parts(case: Case, why: list[str]) -> int:
-    """Return the number of parts into which tp ranks cut the residual stream by tokens.
+    """Return the number of parts into which sequence parallelism cuts the residual stream by tokens.
 
-    It is 1 if the stream stays whole.
-
-    All models of the run are cut alike. If the stream of one must stay whole, all streams do.
-    `why` gets a line if the user has left it open.
+    It is 1 if the stream stays whole, or else tp. If the stream of one model of the run must stay
+    whole, so do all. `why` gets a line if the user has left it open.
     """
     tp = case.mesh.tp
     wanted = getattr(case.strategy, "sequence_parallel", False)
@@ -221,25 +219,28 @@ def _stream_parts(case: Case, why: list[str]) -> int:
         return 1
     if wanted:
         return tp
-    reason = reason_for_whole_stream(case.config, case.facts)
+    reason = first_reason_against_sequence_parallelism(case.config, case.facts)
     if reason:
         why.append(f"sequence_parallel off: {reason}")
         return 1
-    where = "between attention and feed-forward"
     why.append(
-        f"sequence_parallel on (experimental on GPUs): a tp rank has 1/{tp} of the tokens {where}"
+        f"sequence_parallel on (experimental on GPUs): a tp rank has 1/{tp} of the tokens"
+        " between attention and feed-forward"
     )
     return tp
 
 
-def reason_for_whole_stream(config: Config, facts: ModelFacts | None) -> str:
-    """Return why the streams of all models are not cut; empty if they are."""
-    reason = reason_against_stream(config, facts)
+def first_reason_against_sequence_parallelism(config: Config, facts: ModelFacts | None) -> str:
+    """Return the reason of the first model against sequence parallelism; empty if there is none.
+
+    `facts`: of the policy, with those of its roles.
+    """
+    reason = reason_against_sequence_parallelism(config, facts)
     if reason or facts is None:
         return reason
     without_adapter = config.model_copy(update={"adapter": NoAdapter()})
     for name, sizes in facts.roles.items():
-        reason = reason_against_stream(without_adapter, sizes)
+        reason = reason_against_sequence_parallelism(without_adapter, sizes)
         if reason:
             return f"{name}: {reason}"
     return ""

@@ -28,7 +28,7 @@ from drumline.plan.rule import (
     recomputes_some,
 )
 from drumline.plan.strategy_engine import engine_spec
-from drumline.plan.stream import whole_stream
+from drumline.plan.stream import sequence_parallel_refusals
 
 # Refusals whose reason depends on the model. It is filled in by `replace` here, from the model's facts,
 # or by `error(reason)` in engine and models, when the model is built.
@@ -553,7 +553,7 @@ def _sequence_parallel(case: Case) -> Iterator[Refusal]:
             "strategy.sequence_parallel",
         )
     elif case.facts is not None:
-        yield from whole_stream(case.config, case.facts)
+        yield from sequence_parallel_refusals(case.config, case.facts)
 
 
 def _expert_parallel(case: Case) -> Iterator[Refusal]:

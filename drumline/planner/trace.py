@@ -43,7 +43,7 @@ from drumline.models.build import ModelHead, lay_out
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config
 from drumline.models.shards import NothingToFill, Values
-from drumline.plan.attention import choice_of
+from drumline.plan.attention import choose_by_facts
 from drumline.plan.estimate import Activations
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataPlan, Layout, Plan, Predicted
@@ -195,7 +195,7 @@ def _config_of_trace(config: Config, layout: Layout, facts: ModelFacts) -> Confi
         # cost.memory counts the bytes of quantised weights.
         update["adapter"] = config.adapter.model_copy(update={"quantize": "none"})
     if config.compile.enabled:
-        kernel = choice_of(layout, facts).kernel
+        kernel = choose_by_facts(layout, facts).kernel
         if kernel == "masked" and not facts.keeps_scores:
             # The layout compiles, so its attention takes a mask. The trace compiles nothing and would
             # choose another kernel; sdpa keeps the masked one.

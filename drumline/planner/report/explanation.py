@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from drumline.config.registry import nearest
 from drumline.errors import UserError
-from drumline.plan.attention import choice_of
+from drumline.plan.attention import choose_by_facts
 from drumline.plan.explain import checkpointing, count
 from drumline.planner.cost.terms import FP32_BYTES, LOW_BYTES, entry_bytes, low_moment_bytes
 from drumline.planner.report.output import needs_gb
@@ -189,7 +189,7 @@ def _explain_run_settings(question: Question, candidate: Candidate) -> list[Line
         "compile": compiled,
     }
     if not layout.config.images_alone:
-        settings["attention"] = choice_of(layout, question.facts).line
+        settings["attention"] = choose_by_facts(layout, question.facts).line
     if mesh.tp > 1:
         stream = describe_stream(layout, question.facts, question.cluster)
         settings["sequence parallel"] = stream
