@@ -199,15 +199,15 @@ def checkpointing(layout: Layout) -> str:
     return layout.activation_checkpointing
 
 
-def flow(value: Any) -> str:
+def flow_style(value: Any) -> str:
     """Return a value as YAML writes it on one line: `fsdp2`, `{kind: fsdp2, tp: 2}`."""
     if isinstance(value, dict):
         if set(value) == {"kind"}:
             return str(value["kind"])
-        pairs = [f"{key}: {flow(inner)}" for key, inner in value.items()]
+        pairs = [f"{key}: {flow_style(inner)}" for key, inner in value.items()]
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(flow, value)) + "]"
+        return "[" + ", ".join(map(flow_style, value)) + "]"
     if isinstance(value, bool):
         return str(value).lower()
     if value is None:

@@ -45,7 +45,7 @@ def refusals(case: Case) -> Iterator[Refusal]:
         yield from _bf16_master(case, "precision.master")
 
 
-# Checked once the batch is known (resolve.lay_out).
+# Checked once the batch is known (resolve.resolve_layout).
 ACCUMULATES = Refusal(
     "in_backward × accumulation", "a gradient is used and gone before the next micro-batch adds to it", "use accumulation 1: a larger"
     " micro_batch, or more ranks", "optimizer.in_backward",

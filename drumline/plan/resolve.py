@@ -1,6 +1,7 @@
 """Compute the Plan of a run from its config, the facts of its model and the machine.
 
-All functions are pure: nothing is read, written or started here.
+`train.setup` calls `resolve` for a run, and the planner's search calls the functions below for each
+layout that it tries. All functions are pure: nothing is read, written or started here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from drumline.errors import PlanError
 from drumline.hardware.catalog import peak_flops
 from drumline.hardware.detect import Machine
 from drumline.plan.attention import choose_by_facts
-from drumline.plan.batch import in_steps, resolve_batch, steps_of_rollouts
+from drumline.plan.batch import resolve_batch, resolve_epochs, steps_of_rollouts
 from drumline.plan.estimate import PROCESS
 from drumline.plan.explain import size
 from drumline.plan.facts import ModelFacts
@@ -32,7 +33,7 @@ from drumline.plan.plan import (
 )
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_role_rules, check_rules
-from drumline.plan.stages import in_flight, plan_pipeline, stage_layers
+from drumline.plan.stages import least_accumulation, plan_pipeline, stage_layers
 from drumline.plan.strategy_engine import engine_spec
 from drumline.plan.stream import reason_against_sequence_parallelism
 from drumline.plan.unadapted import describe_unadapted, find_unadapted
@@ -42,10 +43,10 @@ from drumline.plan.unadapted import describe_unadapted, find_unadapted
 class KnownModel:
     """What is known of a run's models before its plan is made."""
 
-    # Of the policy, with those of `roles`; None: the sizes are not known, as of a user's own
-    # module.
+    # The facts of the policy, with those of `roles`; None if they are not known, as those of a user's
+    # own module.
     facts: ModelFacts | None = None
-    # The folder or hub id of the policy's files; None: it has none, or its plan never runs.
+    # The folder or hub id of the policy's files; None if it has none, or the plan is never run.
     path: str | None = None
     # Models besides the policy (see Layout.roles).
     roles: Mapping[str, RolePlan] = field(default_factory=dict)
@@ -61,15 +62,26 @@ def resolve(
     data: DataPlan | None,
     base_dir: str = ".",
 ) -> Plan:
-    """Return the plan, which has every number of the run.
+    """Return the plan of a run, with every number resolved.
 
-    `world_size`: the number of processes; None: the config and the machine decide.
-    `data`: None for a dry run. Raises PlanError if the numbers do not go together.
+    The caller adds what needs more than this: `predicted.estimate` from the planner, and `base`, the
+    digest of the model's files.
+
+    Args:
+        config: The user's config.
+        run_dir: The run folder.
+        machine: The devices and the memory of a host.
+        world_size: The number of processes; None: the config and the machine decide.
+        model: What is known of the models.
+        data: The prepared data; None in a dry run.
+        base_dir: The folder of the YAML.
+
+    Raises PlanError if a rule refuses the run, or its numbers do not agree.
     """
     facts = model.facts
     why: list[str] = []
-    device = device_of(config, machine)
-    world = processes_of(config, machine, device, world_size)
+    device = resolve_device(config, machine)
+    world = resolve_processes(config, machine, device, world_size)
     # Ranks read a plan in which nothing is left open: compiling that was not decided is off.
     options = config.compile.model_copy(update={"enabled": bool(config.compile.enabled)})
     config = config.model_copy(update={"compile": options})
@@ -77,10 +89,10 @@ def resolve(
     config = engine_spec(strategy).adopted(config.model_copy(update={"strategy": strategy}))
     strategy = config.strategy
     mesh = strategy.mesh(world)
-    precision = precision_of(config, machine, device, why)
+    precision = resolve_precision(config, machine, device, why)
     case = Case(config, mesh, device, precision, facts)
-    require(case, model.roles, data)
-    batch = resolve_batch(config, mesh.data_ranks, in_flight(mesh, strategy), why=why)
+    require_allowed(case, model.roles, data)
+    batch = resolve_batch(config, mesh.data_ranks, least_accumulation(mesh, strategy), why=why)
     batch_norms = 0
     bidirectional = False
     first_position = 0
@@ -88,8 +100,8 @@ def resolve(
         batch_norms = facts.batch_norms
         bidirectional = facts.bidirectional
         first_position = facts.first_position or 0
-    why += batch_norm_why(config, batch, batch_norms)
-    layout = lay_out(case, batch, model.roles, data, len(machine.devices), why)
+    why += describe_batch_norms(config, batch, batch_norms)
+    layout = resolve_layout(case, batch, model.roles, data, len(machine.devices), why)
     if facts is not None and not config.images_alone:
         why.append(f"attention {choose_by_facts(layout, facts).line}")
     why += strategy.notes(world, layout.devices_per_rank, batch.micro_batch)
@@ -99,7 +111,7 @@ def resolve(
         base_dir=base_dir,
         cp_method=strategy.context_method(),
         offload=slowest_offload(strategy),
-        deepspeed=deepspeed_of(layout, facts, run_dir),
+        deepspeed=deepspeed_config(layout, facts, run_dir),
         backend="nccl" if device == "cuda" else "gloo",
         lr=_learning_rate(config.optimizer, mesh, batch, why),
         warmup_steps=warmup_steps(config.schedule, layout.steps),
@@ -111,8 +123,8 @@ def resolve(
     )
 
 
-def require(case: Case, roles: Mapping[str, RolePlan], data: DataPlan | None) -> None:
-    """Raise PlanError if a rule refuses one of the models, or a data rank has no sample."""
+def require_allowed(case: Case, roles: Mapping[str, RolePlan], data: DataPlan | None) -> None:
+    """Raise PlanError if a rule refuses the run or one of its models, or a data rank has no sample."""
     check_rules(case)
     if case.facts is not None:
         for name, facts in case.facts.roles.items():
@@ -141,7 +153,7 @@ def require(case: Case, roles: Mapping[str, RolePlan], data: DataPlan | None) ->
     )
 
 
-def lay_out(
+def resolve_layout(
     case: Case,
     batch: BatchPlan,
     roles: Mapping[str, RolePlan],
@@ -149,16 +161,17 @@ def lay_out(
     devices: int,
     why: list[str] | None = None,
 ) -> Layout:
-    """Return the layout of a case that the rules allow (`require`), with this batch.
+    """Return the layout of a case that the rules allow (`require_allowed`), with this batch.
 
-    `devices`: the devices of this host, for dp. `why` gets a line for each number that was chosen.
-    Raises PlanError if stages, rollouts or steps do not come out whole.
+    `devices`: the number of this host's devices, which dp uses. `why` gets a line for each number that
+    was chosen. Raises PlanError if the batch does not divide into rollouts, or the pipeline cannot run
+    it, or the steps end within a rollout.
     """
     if why is None:
         why = []
     mesh = case.mesh
     strategy = case.config.strategy
-    config = in_steps(case.config, batch, data, why)
+    config = resolve_epochs(case.config, batch, data, why)
     if config.optimizer.in_backward and batch.accumulation > 1:
         raise ACCUMULATES.error()
     pipeline = plan_pipeline(mesh, strategy, batch, case.facts, why)
@@ -199,11 +212,11 @@ def _stage_roles(case: Case, roles: Mapping[str, RolePlan]) -> dict[str, RolePla
 
 
 def _describe_images(data: DataPlan) -> str:
-    """Return a line with how many samples have images, and how many tokens stand for these."""
+    """Return a line with the numbers of images, of samples that have some, and of their tokens."""
     tokens = data.image_tokens / data.samples_with_images
     return (
         f"images {data.images} in {data.samples_with_images} of {data.train_samples} samples,"
-        f" where {tokens:.0f} tokens of a sample stand for them on average"
+        f" which have {tokens:.0f} tokens for images on average"
     )
 
 
@@ -246,8 +259,10 @@ def first_reason_against_sequence_parallelism(config: Config, facts: ModelFacts 
     return ""
 
 
-def deepspeed_of(layout: Layout, facts: ModelFacts | None, run_dir: str) -> dict[str, Any] | None:
-    """Return DeepSpeed's config; None if DeepSpeed is not the engine.
+def deepspeed_config(
+    layout: Layout, facts: ModelFacts | None, run_dir: str
+) -> dict[str, Any] | None:
+    """Return DeepSpeed's own config; None if DeepSpeed is not the engine.
 
     Raises PlanError if the user's own config of DeepSpeed contradicts the run.
     """
@@ -256,10 +271,10 @@ def deepspeed_of(layout: Layout, facts: ModelFacts | None, run_dir: str) -> dict
     )
 
 
-def device_of(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
-    """Return the device that the run is planned for.
+def resolve_device(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
+    """Return the type of device that the run is planned for.
 
-    MPS is planned as a CPU, whose memory it shares (Layout.device_type).
+    It is cpu under MPS, which shares the CPU's memory (see Layout.device_type).
     Raises PlanError if the machine does not have the device.
     """
     device = config.run.device
@@ -282,11 +297,11 @@ def device_of(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
     return device
 
 
-def processes_of(config: Config, machine: Machine, device: str, launched: int | None) -> int:
+def resolve_processes(config: Config, machine: Machine, device: str, launched: int | None) -> int:
     """Return the number of ranks of the run.
 
-    `launched`: how many a launcher has started already; None if it has started none.
-    Raises PlanError if there are fewer GPUs, or not enough memory for so many processes.
+    `launched`: the number of ranks that a launcher has started already; None if it has started none.
+    Raises PlanError if there are fewer GPUs than ranks, or not enough memory for so many processes.
     """
     if launched is not None:
         return launched
@@ -298,7 +313,7 @@ def processes_of(config: Config, machine: Machine, device: str, launched: int | 
         return nproc
     nproc = default_processes(config, 0)
     memory = machine.memory_bytes
-    # Python and torch alone would bring the machine down.
+    # Else Python and torch alone would exhaust the machine's memory.
     if nproc > 1 and nproc * PROCESS > memory:
         raise PlanError(
             f"{nproc} processes take {size(nproc * PROCESS)} before they have loaded anything,"
@@ -332,10 +347,10 @@ def default_processes(config: Config, gpus: int) -> int:
     return max(1, gpus)
 
 
-def batch_norm_why(config: Config, batch: BatchPlan, norms: int) -> list[str]:
-    """Return a line on what accumulation means for batch norms; empty without either of them.
+def describe_batch_norms(config: Config, batch: BatchPlan, norms: int) -> list[str]:
+    """Return a line on accumulation with batch norms; no line if the run has not both.
 
-    `norms`: the number of batch norms of the model.
+    `norms`: the number of the model's batch norms.
     """
     if not norms or batch.accumulation == 1:
         return []
@@ -348,10 +363,14 @@ def batch_norm_why(config: Config, batch: BatchPlan, norms: int) -> list[str]:
     ]
 
 
-def precision_of(
+def resolve_precision(
     config: Config, machine: Machine, device: str, why: list[str]
 ) -> Literal["fp32", "bf16", "fp16"]:
-    """Return the type that the run computes in. Raises PlanError for one that the device lacks."""
+    """Return the type that the run computes in; under fp8 that of all but the fp8 products.
+
+    Raises PlanError for bf16 on a GPU that lacks it. A GPU without fp8 is refused when the model is
+    built (engine.fp8).
+    """
     kind = config.precision.kind
     if kind == "fp8":
         how = f"by torchao, {config.precision.scaling}"
@@ -393,11 +412,13 @@ def _steps(config: Config, batch: BatchPlan, data: DataPlan | None, why: list[st
 def total_samples(
     config: Config, batch: BatchPlan, data: DataPlan, step: int = 0, position: int = 0
 ) -> int:
-    """Return the number of samples of the whole run, which goes on after `step` at `position`.
+    """Return the number of samples of the whole run, from its start to its end.
 
     A run by `epochs` ends on the last sample; rows without weight fill up the last batch. A run by
     `steps` ends on a full batch. So do images and the user's own modules, with samples of the next
     epoch: a batch norm would see the rows that fill up a batch.
+
+    `step`, `position`: steps that are done, and samples that they have taken, if the run resumes.
     """
     if config.run.steps is not None:
         return position + max(0, config.run.steps - step) * batch.global_samples
@@ -409,8 +430,8 @@ def total_samples(
     return position + batches * batch.global_samples
 
 
-def going_on(plan: Plan, step: int, position: int) -> Plan:
-    """Return the plan of a run that goes on after `step` at `position`.
+def plan_after_resume(plan: Plan, step: int, position: int) -> Plan:
+    """Return the plan of a run that resumes after `step` at `position` in the data.
 
     Its number of steps changes if the steps before had batches of another size.
     """
@@ -428,9 +449,9 @@ def going_on(plan: Plan, step: int, position: int) -> Plan:
 def _learning_rate(
     optimizer: OptimizerConfig, mesh: Mesh, batch: BatchPlan, why: list[str]
 ) -> float:
-    """Return the learning rate.
+    """Return the peak learning rate.
 
-    If the user has set it so, it is scaled to the batch or to the number of data ranks.
+    With optimizer.lr_scaling it is scaled by the global batch or by the number of data ranks.
     """
     if optimizer.lr_scaling == "none":
         return optimizer.lr
@@ -452,9 +473,9 @@ def _learning_rate(
 
 
 def warmup_steps(schedule: ScheduleConfig, steps: int | None) -> int:
-    """Return the steps of warm-up in a run of `steps`.
+    """Return the number of warm-up steps in a run of `steps` steps.
 
-    A ratio is rounded up, as in transformers.
+    A ratio is rounded up, as in transformers. With a ratio it is 0 as long as `steps` is None.
     """
     if schedule.warmup_steps is not None:
         return schedule.warmup_steps
@@ -471,7 +492,7 @@ def _predict(
     facts: ModelFacts | None,
     data: DataPlan | None,
 ) -> Predicted:
-    """Return what is known of the model's size and of the device's speed before the run."""
+    """Return the model's size and FLOPs and the device's speed, as far as they are known."""
     peak = None
     if device == "cuda" and machine.devices:
         peak = peak_flops(machine.devices[0].name, precision)

@@ -16,7 +16,7 @@ from drumline.config.refusal import Refusal
 from drumline.config.rollouts import VLLMGenerator
 from drumline.plan.adapter_rules import refusals as adapter_refusals
 from drumline.plan.attention import RING_CHUNK
-from drumline.plan.batch import nearest
+from drumline.plan.batch import nearest_multiples
 from drumline.plan.copies import copied_over
 from drumline.plan.facts import MULTIPLE, TP_STYLES, ModelFacts, has_chunkable_mlp, takes_fp8
 from drumline.plan.optimizer_rules import refusals as optimizer_refusals
@@ -643,7 +643,10 @@ def _context_parallel_length(case: Case) -> Iterator[Refusal]:
         parts *= RING_CHUNK
     if length % parts:
         yield Refusal(
-            "cp × max_length", reason, f"nearest: {nearest(length, parts)}", "data.max_length"
+            "cp × max_length",
+            reason,
+            f"nearest: {nearest_multiples(length, parts)}",
+            "data.max_length",
         )
 
 

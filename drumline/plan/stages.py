@@ -24,14 +24,20 @@ FLOPS_PER_WEIGHT = 6
 
 
 class Cost(NamedTuple):
-    """The cost of a part of a model: FLOPs of one token, forward and backward, and parameters."""
+    """The cost of a part of a model.
+
+    `flops`: of one token, forward and backward. `parameters`: their number.
+    """
 
     flops: float = 0.0
     parameters: float = 0.0
 
 
 class Cut(NamedTuple):
-    """A cut of the first blocks of a model into parts, and the combined cost of these parts."""
+    """A cut of the first blocks of a model into parts.
+
+    `cost`: the combined cost of the parts. `parts`: their blocks [first, stop).
+    """
 
     cost: float
     parts: tuple[Range, ...]
@@ -65,7 +71,7 @@ def plan_pipeline(
 
 
 def _describe_stages(facts: ModelFacts, layers: tuple[Range, ...]) -> str:
-    """Return a line with the size of each stage, and how slow the slowest one is."""
+    """Return a line with the number of layers of each stage, and how slow the slowest stage is."""
     stages = len(layers)
     flops = []
     sizes = []
@@ -90,10 +96,11 @@ def stage_layers(mesh: Mesh, strategy: StrategyConfig, facts: ModelFacts) -> tup
     return _cut_model(facts, mesh.pp * per_rank)
 
 
-def in_flight(mesh: Mesh, strategy: StrategyConfig) -> int:
-    """Return the least number of micro-batches that a step should have, if the user leaves it open.
+def least_accumulation(mesh: Mesh, strategy: StrategyConfig) -> int:
+    """Return the least accumulation to choose if the user leaves it open.
 
-    It is one for each rank of a pipeline, so that all ranks work.
+    It is a micro-batch for each rank of a pipeline, so that all ranks can work at once, and 1 without
+    a pipeline.
     """
     if mesh.pp == 1:
         return 1
@@ -104,7 +111,7 @@ def in_flight(mesh: Mesh, strategy: StrategyConfig) -> int:
 
 
 def bubble(schedule: str, ranks: int, per_rank: int, micro_batches: int) -> float:
-    """Return the share of a step in which a rank waits, if stages are equal and messages are free.
+    """Return the share of a step in which a rank idles, if stages are equal and messages are free.
 
     The formula is that of Narayanan et al. 2021, section 2.2. With fewer micro-batches than ranks,
     only as many ranks as micro-batches work at once, in every round of the stages.
