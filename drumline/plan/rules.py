@@ -1,6 +1,7 @@
-"""What cannot be combined, each with its reason and the nearest thing that works.
+"""The rules: what cannot be combined, why, and the nearest thing that works.
 
-The rules are checked before any process starts. No torch here.
+A rule is a generator of refusals; the first one becomes the error. `check_rules` lists all rules, and
+is called before any process starts. No torch here.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def compared_images(config: Config, vision_language: bool) -> Iterator[Refusal]:
 
 
 def _vllm(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of rollouts that vLLM samples."""
+    """Yield refusals of vLLM as the generator of rollouts."""
     rollout = case.config.algorithm.rollout
     if rollout is None or not isinstance(rollout.generator, VLLMGenerator):
         return
@@ -206,7 +207,7 @@ def _vllm(case: Case) -> Iterator[Refusal]:
 
 
 def _model(case: Case) -> Iterator[Refusal]:
-    """Yield refusals by what the model cannot do; none if the model is not known yet."""
+    """Yield refusals because of the model's own code; none if the model is not known yet."""
     facts = case.facts
     if facts is None:
         return
@@ -246,7 +247,7 @@ def _pipeline_model(facts: ModelFacts) -> Iterator[Refusal]:
 
 
 def _evaluation(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of evaluations: eval.patience, eval.samples and eval.tasks."""
+    """Yield refusals of the section eval: patience, samples and tasks."""
     config = case.config
     options = config.eval
     has_held_out_rows = bool(config.data.eval or config.data.holdout)
@@ -262,7 +263,7 @@ def _evaluation(case: Case) -> Iterator[Refusal]:
 
 
 def _evaluation_texts(case: Case, has_held_out_rows: bool) -> Iterator[Refusal]:
-    """Yield refusals of texts that the model writes in an evaluation."""
+    """Yield refusals of evaluations in which the model generates text: eval.samples, eval.tasks."""
     config = case.config
     options = config.eval
     rollout = config.algorithm.rollout
@@ -311,7 +312,7 @@ def _evaluation_texts(case: Case, has_held_out_rows: bool) -> Iterator[Refusal]:
 
 
 def _memory(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of what saves memory in the blocks."""
+    """Yield refusals of the section memory."""
     config = case.config
     memory = config.memory
     checkpointing = memory.activation_checkpointing
@@ -368,7 +369,7 @@ def _memory(case: Case) -> Iterator[Refusal]:
 
 
 def _memory_refusal(key: str, other: str, reason: str, instead: str) -> Refusal:
-    """Return the refusal of a key of the section memory beside something else."""
+    """Return the refusal of a key of the section memory in combination with `other`."""
     return Refusal(f"{key} × {other}", reason, instead, f"memory.{key}")
 
 
@@ -419,7 +420,7 @@ def _kernels(case: Case) -> Iterator[Refusal]:
 
 
 def _fp8(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of weights that are gathered in fp8, and of products in fp8."""
+    """Yield refusals of precision.gather: fp8 and of precision.kind: fp8."""
     if case.config.precision.gather == "fp8":
         yield from _fp8_gathering(case)
     if case.config.precision.kind == "fp8":
@@ -459,7 +460,7 @@ def _fp8_products(case: Case) -> Iterator[Refusal]:
 
 
 def _has_fp8_layer(facts: ModelFacts) -> bool:
-    """Return whether any weight of the model's blocks can be multiplied in fp8."""
+    """Return whether a linear layer of the model's blocks can multiply in fp8."""
     weights = chain.from_iterable(block for block, _ in facts.kinds_of_blocks)
     return any(takes_fp8(weight) for weight in weights)
 
@@ -475,7 +476,7 @@ def _steps_per_parameter(config: Config) -> bool:
 
 
 def _batch_norm(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of batch norms whose statistics ranks share."""
+    """Yield refusals of model.sync_batchnorm, by which ranks share their statistics."""
     model = case.config.model
     if not model.sync_batchnorm:
         return
@@ -504,7 +505,7 @@ def _batch_norm(case: Case) -> Iterator[Refusal]:
 
 
 def _tensor_parallel(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of tensor parallelism by the model's plan and sizes."""
+    """Yield refusals of tensor parallelism because of the model's plan or sizes."""
     facts = case.facts
     tp = case.mesh.tp
     if facts is None or tp == 1:
@@ -542,7 +543,7 @@ def _tensor_parallel(case: Case) -> Iterator[Refusal]:
 
 
 def _sequence_parallel(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of a residual stream that is cut by tokens, if the user has asked for it."""
+    """Yield refusals of sequence parallelism, if the user has set it."""
     if not getattr(case.strategy, "sequence_parallel", False):
         return
     if case.mesh.tp == 1:
@@ -557,7 +558,7 @@ def _sequence_parallel(case: Case) -> Iterator[Refusal]:
 
 
 def _expert_parallel(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of experts that are cut over data ranks."""
+    """Yield refusals of expert parallelism, which cuts a mixture's experts over data ranks."""
     mesh = case.mesh
     facts = case.facts
     where = "strategy.ep"
@@ -595,7 +596,7 @@ def _expert_parallel(case: Case) -> Iterator[Refusal]:
 
 
 def _context_parallel(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of sequences that are cut over ranks."""
+    """Yield refusals of context parallelism, which cuts sequences over ranks."""
     config = case.config
     mesh = case.mesh
     if mesh.cp == 1:
@@ -629,7 +630,7 @@ def _context_parallel(case: Case) -> Iterator[Refusal]:
 
 
 def _context_parallel_length(case: Case) -> Iterator[Refusal]:
-    """Yield the refusal of a length that does not divide into the parts of cp ranks."""
+    """Yield the refusal of a data.max_length that does not divide into parts for cp ranks."""
     length = case.config.data.max_length
     parts = case.mesh.cp
     if _uses_ring_attention(case):
@@ -670,7 +671,7 @@ def _context_parallel_heads(case: Case) -> Iterator[Refusal]:
 
 
 def _zero_bubble(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of the schedule that splits the backward of a block in two."""
+    """Yield refusals of the schedule zero_bubble, which splits the backward of a block in two."""
     if case.mesh.pp == 1 or case.strategy.pipeline_schedule()[0] != "zero_bubble":
         return
     if recomputes_some(case):
@@ -688,7 +689,7 @@ def _zero_bubble(case: Case) -> Iterator[Refusal]:
 
 
 def _health(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of health checks that the run cannot make."""
+    """Yield refusals of the section health."""
     health = case.config.health
     if health.check_weights_every and not copied_over(case.strategy, case.mesh):
         reason = "no rank holds the weights of another"
@@ -706,5 +707,5 @@ def _health(case: Case) -> Iterator[Refusal]:
 
 
 def _uses_ring_attention(case: Case) -> bool:
-    """Return whether sequences are cut over ranks whose keys and values go around a ring."""
+    """Return whether context parallelism passes keys and values around a ring."""
     return case.mesh.cp > 1 and case.strategy.context_method() == "ring"
