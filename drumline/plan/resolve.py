@@ -111,7 +111,7 @@ def resolve(
         base_dir=base_dir,
         cp_method=strategy.context_method(),
         offload=slowest_offload(strategy),
-        deepspeed=deepspeed_config(layout, facts, run_dir),
+        deepspeed=deepspeed_options(layout, facts, run_dir),
         backend="nccl" if device == "cuda" else "gloo",
         lr=_learning_rate(config.optimizer, mesh, batch, why),
         warmup_steps=warmup_steps(config.schedule, layout.steps),
@@ -259,7 +259,7 @@ def first_reason_against_sequence_parallelism(config: Config, facts: ModelFacts 
     return ""
 
 
-def deepspeed_config(
+def deepspeed_options(
     layout: Layout, facts: ModelFacts | None, run_dir: str
 ) -> dict[str, Any] | None:
     """Return DeepSpeed's own config; None if DeepSpeed is not the engine.

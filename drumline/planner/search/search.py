@@ -31,7 +31,7 @@ from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import BatchPlan, Layout
 from drumline.plan.resolve import (
     KnownModel,
-    deepspeed_config,
+    deepspeed_options,
     require_allowed,
     resolve,
     resolve_device,
@@ -574,7 +574,7 @@ def _complete_config(candidate: Candidate, facts: ModelFacts) -> Candidate:
     if candidate.estimate.verdict == "tight" and "on_oom" not in memory.model_fields_set:
         update["memory"] = memory.model_copy(update={"on_oom": "replan"})
     completed = layout.model_copy(update={"config": layout.config.model_copy(update=update)})
-    deepspeed_config(completed, facts, "")
+    deepspeed_options(completed, facts, "")
     return replace(candidate, layout=completed)
 
 
