@@ -80,7 +80,7 @@ def build_engine(
     lr_ratios = {}
     for name, role_plan in trainable.items():
         keys = frozenset(select_role(names, name))
-        engines[name] = _build_trainable(plan.of_role(name), device, keys, role_plan.head)
+        engines[name] = _build_trainable(plan.single_role(name), device, keys, role_plan.head)
         lr_ratios[name] = role_plan.lr_ratio
     return CompositeEngine(engines, lr_ratios)
 
@@ -89,7 +89,7 @@ def _build_role(plan: Plan, device: str, checkpoint_keys: frozenset[str], role: 
     """Return the engine of one role by itself."""
     head = plan.roles[role].head
     # The whole plan, with the role's model in the place of the policy's.
-    plan_of_role = plan.of_role(role)
+    plan_of_role = plan.single_role(role)
     if plan.roles[role].trainable:
         return _build_trainable(plan_of_role, device, checkpoint_keys, head)
     as_deepspeed = plan.engine == "deepspeed"

@@ -58,7 +58,7 @@ def plan_line(plan: Plan) -> str:
         named_model(plan),
         f"{config.algorithm.kind} {strategy_name(plan)} on {devices} × {plan.device}",
         plan.precision,
-        plan.batch.rule(plan.mesh.data_ranks),
+        plan.batch.describe_product(plan.mesh.data_ranks),
         f"{steps} steps",
         f"lr {plan.lr:g} {config.schedule.kind}",
     ]
@@ -97,7 +97,7 @@ def explain(plan: Plan) -> str:
             f"{plan.engine}, {strategy_name(plan)}, {plan.backend} on {plan.device}, {plan.precision}",
         ),
         ("memory", memory),
-        ("batch", plan.batch.rule(plan.mesh.data_ranks)),
+        ("batch", plan.batch.describe_product(plan.mesh.data_ranks)),
     ]
     if plan.pipeline:
         rows.append(("pipeline", _stages(plan.pipeline, plan.mesh.pp)))

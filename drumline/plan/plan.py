@@ -41,7 +41,7 @@ class BatchPlan(Frozen):
         1, description="Sequences that a sample puts into a micro-batch: a pair has two."
     )
 
-    def rule(self, data_ranks: int) -> str:
+    def describe_product(self, data_ranks: int) -> str:
         """Return the product above with its numbers, for a line of the plan."""
         ranks = "data ranks" if data_ranks > 1 else "data rank"
         return (
@@ -354,7 +354,7 @@ class Layout(Frozen):
                 models.append((role.head, facts.roles[name]))
         return models
 
-    def of_role(self, name: str) -> Self:
+    def single_role(self, name: str) -> Self:
         """Return the layout of one of `roles` by itself.
 
         It is spread like the policy, without an adapter. A frozen model beside a policy under DeepSpeed
@@ -474,7 +474,7 @@ class Plan(Layout):
         trainable = self.predicted.trainable or 0
         return CHECKPOINT_BYTES_PER_WEIGHT * trainable
 
-    def measured_only(self) -> Self:
+    def measurement_plan(self) -> Self:
         """Return the plan of a short measurement run, which saves and evaluates nothing."""
         data = self.data
         if data is not None:
@@ -485,7 +485,7 @@ class Plan(Layout):
         """Write the plan. The file is private, because user options are in it."""
         write_whole(path, self.model_dump_json(indent=2) + "\n", private=True)
 
-    def of_role(self, name: str) -> Self:
+    def single_role(self, name: str) -> Self:
         """Return the plan of one of `roles` by itself, as `engine.build` builds its engine.
 
         Its model, path, strategy, offloading and DeepSpeed's config are those of the role. All else is
@@ -493,7 +493,7 @@ class Plan(Layout):
         `predicted` describes the policy.
         """
         role = self.roles[name]
-        layout = super().of_role(name)
+        layout = super().single_role(name)
         deepspeed = None
         if role.trainable and self.deepspeed is not None:
             deepspeed = _with_own_nvme_folders(self.deepspeed, name)
@@ -513,7 +513,7 @@ class Plan(Layout):
         ConfigError if the plan names a strategy of the user's own and is not `trusted`.
         """
         try:
-            return cls.of(read_object(path, CheckpointError, "name a run folder"), trusted)
+            return cls.from_values(read_object(path, CheckpointError, "name a run folder"), trusted)
         except ValidationError as error:
             first = first_mistake(error)
             raise CheckpointError(
@@ -523,7 +523,7 @@ class Plan(Layout):
             ) from None
 
     @classmethod
-    def of(cls, values: Any, trusted: bool = True) -> Plan:
+    def from_values(cls, values: Any, trusted: bool = True) -> Plan:
         """Return the plan with `values`, which were read from JSON.
 
         Strategies and other kinds of the user's own are searched from the folder of the YAML

@@ -131,7 +131,7 @@ def require_allowed(case: Case, roles: Mapping[str, RolePlan], data: DataPlan | 
             role = roles[name]
             sections: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
             if not role.trainable:
-                # A frozen model keeps nothing for backward (Layout.of_role).
+                # A frozen model keeps nothing for backward (Layout.single_role).
                 sections["memory"] = MemoryConfig()
             config = case.config.model_copy(update=sections)
             check_role_rules(replace(case, config=config, facts=facts))

@@ -51,6 +51,6 @@ def is_data_parallel_only(mesh: Mesh) -> bool:
     return mesh.tp * mesh.cp * mesh.pp * mesh.ep == 1
 
 
-def recomputes_some(case: Case) -> bool:
+def uses_selective_checkpointing(case: Case) -> bool:
     """Return whether blocks recompute some of their activations, and keep the others."""
     return case.config.memory.activation_checkpointing == "selective"

@@ -26,7 +26,7 @@ from drumline.plan.rule import (
     is_data_parallel_only,
     is_vision_language,
     packed_bits,
-    recomputes_some,
+    uses_selective_checkpointing,
 )
 from drumline.plan.strategy_engine import engine_spec
 from drumline.plan.stream import sequence_parallel_refusals
@@ -674,7 +674,7 @@ def _zero_bubble(case: Case) -> Iterator[Refusal]:
     """Yield refusals of the schedule zero_bubble, which splits the backward of a block in two."""
     if case.mesh.pp == 1 or case.strategy.pipeline_schedule()[0] != "zero_bubble":
         return
-    if recomputes_some(case):
+    if uses_selective_checkpointing(case):
         reason = "the split backward goes through a block twice, and what was kept of it is given out once"
         instead = "use schedule: interleaved, or activation_checkpointing=full"
         yield Refusal(

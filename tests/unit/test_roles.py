@@ -145,7 +145,7 @@ def stops(plan: Plan) -> list[int]:
 
 def test_a_role_of_another_size_is_cut_by_its_own_layers(tmp_path: Path) -> None:
     plan = planned(tmp_path, "pp", "reference_model", kind="dpo")
-    role = plan.of_role("reference")
+    role = plan.single_role("reference")
 
     assert stops(plan) == [1, 2]
     assert stops(role) == [3, 6]
@@ -167,7 +167,7 @@ def test_what_is_frozen_under_deepspeed_runs_natively(
     kind: str,
 ) -> None:
     plan = planned(tmp_path, strategy, "reference_model", kind="dpo")
-    role = plan.of_role("reference")
+    role = plan.single_role("reference")
     assert plan.engine == "deepspeed"
     assert role.engine == "native"
     assert role.data_parallel == kind
@@ -192,7 +192,7 @@ def test_what_learns_under_deepspeed_keeps_its_own_files(tmp_path: Path) -> None
         value_lr=1e-4,
     )
 
-    role = plan.of_role("value")
+    role = plan.single_role("value")
     assert role.engine == "deepspeed"
     for layout, folder in ((plan, nvme), (role, nvme / "value")):
         assert layout.deepspeed is not None

@@ -294,7 +294,7 @@ def test_a_plan_of_an_older_version_has_what_its_config_says() -> None:
         strategy = {"kind": "tp", "degree": 2, "sequence_parallel": is_cut}
         written = planned(LLAMA, strategy, sizes_of(LLAMA)).model_dump(mode="json")
         del written["stream_parts"]
-        assert Plan.of(written).stream_parts == parts
+        assert Plan.from_values(written).stream_parts == parts
 
 
 def test_layers_send_by_their_inputs_and_outputs_however_their_matrix_lies() -> None:

@@ -686,7 +686,7 @@ def auxiliary_state(layout: Layout, facts: ModelFacts, pp_rank: int) -> State:
         sizes = facts.roles.get(name)
         if sizes is None:
             continue
-        own = layout.of_role(name)
+        own = layout.single_role(name)
         model_part = pipeline_part(sizes, role.layers, layout.mesh.pp, pp_rank)
         if role.trainable:
             state = state_of(own, sizes, model_part)

@@ -3,8 +3,8 @@
 A replica is a whole copy of the model, or of a rank's part of it, that takes other samples (data
 parallelism). The ranks of all replicas average their gradients.
 
-Bytes are exact: they are those that the engines allocate and that `rank_params()` of the engines
-counts. Both leave out the optimizer's count of steps, 4 bytes a tensor. All functions are pure.
+Bytes are exact: they are those that the engines allocate and that their `memory_stats`
+count. Both leave out the optimizer's count of steps, 4 bytes a tensor. All functions are pure.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def _explain_run_settings(question: Question, candidate: Candidate) -> list[Line
     settings = {
         "mesh": f"{ranks} = {mesh.world_size} ranks",
         "engine": f"{layout.engine}, {layout.precision} on {layout.device}",
-        "batch": layout.batch.rule(mesh.data_ranks),
+        "batch": layout.batch.describe_product(mesh.data_ranks),
         "tokens": f"{layout.tokens_per_step:,.0f} a step: {rows}",
         "checkpointing": checkpointing(layout),
         "compile": compiled,
