@@ -359,14 +359,14 @@ class Sizes:
     """Numbers of entries of some weights on one rank.
 
     `largest`: entries of the largest trainable weight.
-    `low`: frozen entries in weights of two dimensions and more, which are kept in low precision.
-    `matrices`: trainable and frozen entries in such weights.
+    `matrices`: trainable and frozen entries in weights of two dimensions and more.
+    `frozen_matrices`: the frozen ones of these, which are kept in low precision.
     """
 
     trainable: int = 0
     frozen: int = 0
     largest: int = 0
-    low: int = 0
+    frozen_matrices: int = 0
     matrices: int = 0
 
     def __add__(self, other: Sizes) -> Sizes:
@@ -374,7 +374,7 @@ class Sizes:
             trainable=self.trainable + other.trainable,
             frozen=self.frozen + other.frozen,
             largest=max(self.largest, other.largest),
-            low=self.low + other.low,
+            frozen_matrices=self.frozen_matrices + other.frozen_matrices,
             matrices=self.matrices + other.matrices,
         )
 
@@ -424,21 +424,21 @@ def local_sizes(weights: Iterable[Weight], tp: int, shards: int, number: int = 1
 
     `number`: how many there are of each weight.
     """
-    trainable = frozen = largest = low = matrices = 0
+    trainable = frozen = largest = frozen_matrices = matrices = 0
     for weight in weights:
-        each = local_numel(weight, tp, shards)
-        here = number * each
-        in_matrix = 0
+        entries_of_one = local_numel(weight, tp, shards)
+        entries = number * entries_of_one
+        entries_in_matrices = 0
         if len(weight.shape) >= 2:
-            in_matrix = here
-        matrices += in_matrix
+            entries_in_matrices = entries
+        matrices += entries_in_matrices
         if weight.trainable:
-            trainable += here
-            largest = max(largest, each)
+            trainable += entries
+            largest = max(largest, entries_of_one)
         else:
-            frozen += here
-            low += in_matrix
-    return Sizes(trainable, frozen, largest, low, matrices)
+            frozen += entries
+            frozen_matrices += entries_in_matrices
+    return Sizes(trainable, frozen, largest, frozen_matrices, matrices)
 
 
 @lru_cache(maxsize=256)

@@ -355,7 +355,7 @@ def _weight_bytes(layout: Layout, here: Sizes) -> int:
     if layout.is_pure_bf16:
         low = here.frozen
     else:
-        low = here.low
+        low = here.frozen_matrices
     return entry_bytes(layout) * (here.entries - low) + PRECISION_BYTES[layout.precision] * low
 
 

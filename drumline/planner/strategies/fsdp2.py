@@ -332,7 +332,10 @@ def _gathered_bytes(layout: Layout, sizes: Sizes) -> int:
     """Return the bytes of gathered weights. Frozen matrices are in the precision of the run."""
     bytes_per_entry = _gathered_bytes_per_entry(layout)
     frozen_bytes_per_entry = min(bytes_per_entry, PRECISION_BYTES[layout.precision])
-    return bytes_per_entry * (sizes.entries - sizes.low) + frozen_bytes_per_entry * sizes.low
+    return (
+        bytes_per_entry * (sizes.entries - sizes.frozen_matrices)
+        + frozen_bytes_per_entry * sizes.frozen_matrices
+    )
 
 
 def _cast_to_fp8(facts: ModelFacts) -> tuple[int, int]:
