@@ -42,7 +42,7 @@ def _lora(case: Case) -> Iterator[Refusal]:
     if adapter.dora and case.mesh.tp > 1:
         yield Refusal(
             "DoRA × tp",
-            "it takes the length of whole rows of a weight, and a rank has parts of some",
+            "it needs the norms of whole rows of a weight, and a rank has parts of some",
             "use strategy=fsdp2, or adapter.dora=false",
             "adapter.dora",
         )
@@ -65,7 +65,7 @@ def _lora(case: Case) -> Iterator[Refusal]:
     if case.mesh.tp > 1:
         yield Refusal(
             "trainable tokens × tp",
-            "PEFT lays their rows over a whole embedding and a whole head, and a rank has parts of these",
+            "PEFT adds their rows to a whole embedding and a whole head, and a rank has parts of these",
             "use strategy=fsdp2, or adapter.modules_to_save=[embed_tokens, lm_head]",
             tokens_key,
         )
@@ -92,7 +92,7 @@ def _quantization(case: Case) -> Iterator[Refusal]:
     if not case.strategy.takes_packed:
         yield Refusal(
             f"QLoRA × {case.strategy.kind}",
-            "packed weights are tested only where all ranks step together, one process a device",
+            "packed weights are tested only with ranks that step together, one process a device",
             "use strategy=ddp or fsdp2, or adapter.quantize=none",
             key,
         )
@@ -100,7 +100,7 @@ def _quantization(case: Case) -> Iterator[Refusal]:
     if case.config.algorithm.rollout is not None and not policy_is_whole:
         yield Refusal(
             "QLoRA × rollouts of a cut policy",
-            "rollouts are sampled from a copy of a policy that is cut, and packed weights are not handed out whole",
+            "rollouts are sampled from a whole copy of a sharded policy, and packed weights are not gathered",
             "use strategy=ddp, or adapter.quantize=none",
             key,
         )
@@ -119,7 +119,7 @@ def _export(case: Case) -> Iterator[Refusal]:
     if not case.config.model.as_published:
         yield Refusal(
             "adapter export × a model of the run's own",
-            "the frozen model lies in no folder that a reader could lay the adapter over",
+            "the frozen model is in no published folder that the adapter could be loaded over",
             f"take {key} out: the merged model is exported",
             key,
         )
@@ -131,14 +131,14 @@ def _reference(case: Case) -> Iterator[Refusal]:
     if not _has_lora(case):
         yield Refusal(
             "reference=adapter × no adapter",
-            "without an adapter there is none to switch off",
+            "there is no adapter to switch off",
             "use adapter=lora, or algorithm.reference=precomputed",
             key,
         )
     elif not case.config.adapter.switches:
         yield Refusal(
             "reference=adapter × PiSSA, modules_to_save",
-            "without it the model is not what training starts from: PiSSA and modules_to_save change its weights",
+            "without the adapter the model is not the one that training starts from: PiSSA and modules_to_save change its weights",
             "use algorithm.reference=precomputed or live",
             key,
         )

@@ -47,7 +47,7 @@ def refusals(case: Case) -> Iterator[Refusal]:
 
 # Checked once the batch is known (resolve.resolve_layout).
 ACCUMULATES = Refusal(
-    "in_backward × accumulation", "a gradient is used and gone before the next micro-batch adds to it", "use accumulation 1: a larger"
+    "in_backward × accumulation", "a gradient is used and freed before the next micro-batch adds to it", "use accumulation 1: a larger"
     " micro_batch, or more ranks", "optimizer.in_backward",
 )  # fmt: skip
 
@@ -78,7 +78,7 @@ def _per_parameter_steps(case: Case) -> Iterator[Refusal]:
             where,
         )
     if strategy.engine(mesh) != "native" or strategy.exchange is not None or config.plain:
-        reason = "it is proven for Drumline's own engine, where ranks are in step"
+        reason = "it is tested with Drumline's own engine, whose ranks step together"
         yield Refusal(
             f"{name} × the strategy",
             reason,
@@ -96,7 +96,7 @@ def _per_parameter_steps(case: Case) -> Iterator[Refusal]:
     if options.offload and place_of_states != "none":
         yield Refusal(
             "offload × a strategy that offloads",
-            "its optimizer is on the host already",
+            "the strategy keeps the optimizer's states on the host already",
             f"take {where} out",
             where,
         )
@@ -108,17 +108,15 @@ def _in_backward(case: Case, where: str) -> Iterator[Refusal]:
     """Yield refusals of optimizers that step as soon as a gradient is there, within backward."""
     config = case.config
     if config.optimizer.max_grad_norm is not None:
-        reason = (
-            "the norm is known when the last gradient is there, and the others are used by then"
-        )
+        reason = "the norm is known with the last gradient, and all others are used by then"
         yield Refusal("in_backward × clipping", reason, "set optimizer.max_grad_norm=null", where)
     if case.strategy.data_parallel(case.mesh) not in ("none", "fsdp2"):
-        reason = "gradients of copies are averaged in buckets, after they have come"
+        reason = "gradients of copies are averaged in buckets, after backward has computed them"
         yield Refusal("in_backward × copies of the model", reason, "use strategy=fsdp2", where)
     health = config.health
     skips_steps = health.on_nan == "skip" or health.on_spike in ("skip", "rollback")
     if case.precision == "fp16" or skips_steps:
-        reason = "a step that is not finite, or jumps, is taken by the time that it is seen"
+        reason = "by the time that a gradient is seen to be infinite or too large, its step is done"
         yield Refusal(
             "in_backward × steps that may be skipped",
             reason,
@@ -134,12 +132,12 @@ def _bf16_master(case: Case, where: str) -> Iterator[Refusal]:
     if case.precision != "bf16":
         yield Refusal(
             f"master=bf16 × {case.precision}",
-            "weights lie in the type that they compute in",
+            "weights are kept in the type that the run computes in",
             "use precision.kind=bf16",
             where,
         )
     if config.optimizer.kind != "adamw":
-        reason = "AdamW alone has steps that round stochastically or keep what was lost"
+        reason = "AdamW alone rounds stochastically or keeps the rounding error"
         yield Refusal(
             f"master=bf16 × {config.optimizer.kind}",
             reason,
@@ -153,10 +151,10 @@ def _bf16_master(case: Case, where: str) -> Iterator[Refusal]:
         or case.strategy.engine(mesh) != "native"
         or case.strategy.exchange is not None
     ):
-        reason = "it is proven where each rank has weights whole, or sharded by FSDP2 alone; DeepSpeed keeps fp32 weights for its step"
+        reason = "it is tested with whole weights on each rank, or sharded by FSDP2 alone; DeepSpeed keeps fp32 weights for its step"
         yield Refusal("master=bf16 × the strategy", reason, "use strategy=ddp or fsdp2", where)
     if case.strategy.copies().compression.kind != "none":
-        reason = "gradients travel in bf16 already"
+        reason = "gradients are sent in bf16 already"
         yield Refusal("master=bf16 × compression", reason, "take strategy.compression out", where)
     if (
         config.algorithm.rollout is not None
@@ -164,7 +162,7 @@ def _bf16_master(case: Case, where: str) -> Iterator[Refusal]:
         or config.plain
         or is_vision_language(case)
     ):
-        reason = "it is proven for texts that are given"
+        reason = "it is tested on given texts"
         yield Refusal(
             "master=bf16 × the model or the algorithm", reason, "use precision.master=fp32", where
         )
@@ -173,18 +171,20 @@ def _bf16_master(case: Case, where: str) -> Iterator[Refusal]:
 def _schedule_free(case: Case, where: str) -> Iterator[Refusal]:
     """Yield refusals of the optimizer that averages weights in place of a schedule."""
     if case.config.schedule.kind != "constant":
-        reason = "it averages weights in place of a falling rate; a warm-up goes with it"
+        reason = (
+            "it averages weights in place of a falling rate; only a warm-up can be combined with it"
+        )
         yield Refusal(
             "schedule_free × a schedule", reason, "use schedule=constant", "schedule.kind"
         )
     if case.config.optimizer.groups:
-        reason = "its average weighs steps by one rate"
+        reason = "its average weights steps by a single learning rate"
         yield Refusal(
             "schedule_free × optimizer.groups", reason, "take the groups out", "optimizer.groups"
         )
     algorithm = case.config.algorithm
     if algorithm.rollout is not None or algorithm.extra_forwards:
-        reason = "it learns at other weights than it answers with, and this algorithm compares the two within a step"
+        reason = "it trains other weights than it evaluates, and this algorithm compares the two within a step"
         yield Refusal(
             "schedule_free × a pass without gradients in a step",
             reason,

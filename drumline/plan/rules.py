@@ -138,7 +138,7 @@ def _images(case: Case) -> Iterator[Refusal]:
     mesh = case.mesh
     images_alone = case.config.images_alone
     if is_vision_language(case) and not case.config.algorithm.sees_images:
-        reason = "its batches carry no images, and ranks whose vision tower does not run would leave the others waiting"
+        reason = "its batches have no images, and ranks whose vision tower does not run would leave the others waiting"
         yield Refusal(
             "images × an algorithm that is not sft or pretrain",
             reason,
@@ -146,18 +146,18 @@ def _images(case: Case) -> Iterator[Refusal]:
             "algorithm",
         )
     if is_vision_language(case) and mesh.pp > 1:
-        reason = "stages hand on hidden states alone, and the tower's features are added to those of several blocks (DeepStack)"
+        reason = "stages pass on hidden states alone, and the tower's features are added in several blocks (DeepStack)"
         yield Refusal("images × pp", reason, "use strategy=fsdp2")
     if is_vision_language(case) and mesh.cp > 1:
-        reason = "transformers puts the features of all images into the places it counts in a row, and a rank has a part of the places"
+        reason = "transformers inserts the features of all images by counting their positions in a whole row, and a rank has a part of it"
         yield Refusal("images × cp", reason, "use strategy=fsdp2 with activation checkpointing")
     if images_alone and mesh.cp > 1:
-        reason = "an image is one sample: its pixels become tokens inside of the model, so there is no sequence to deal out to ranks"
+        reason = "an image is one sample: its pixels become tokens inside of the model, so there is no sequence to cut"
         yield Refusal("cp × images", reason, "use strategy=ddp or fsdp2")
     if images_alone and mesh.pp > 1:
         yield Refusal(
             "pp × images",
-            "the stages of a pipeline are handed token ids",
+            "the stages of a pipeline take token ids",
             "use strategy=ddp or fsdp2",
         )
 
@@ -193,7 +193,7 @@ def _vllm(case: Case) -> Iterator[Refusal]:
     if generator.weights != "none" and case.config.adapter.kind == "lora":
         yield Refusal(
             "vLLM × an adapter",
-            "vLLM is handed whole weights, and an adapter lies beside them",
+            "vLLM takes whole weights, and an adapter is kept beside them",
             "use generator=hf, or adapter=none",
             "algorithm.generator",
         )
@@ -222,10 +222,10 @@ def _model(case: Case) -> Iterator[Refusal]:
 def _context_parallel_model(case: Case, facts: ModelFacts) -> Iterator[Refusal]:
     """Yield refusals of models whose sequences cannot be cut over the ranks of cp."""
     if facts.first_position is None:
-        reason = "its tokens would count from the start of each part, since it takes no positions from outside"
+        reason = "it takes no position ids, so each part would count its tokens from 0"
         yield Refusal("cp × a model without position ids", reason, "use strategy=ddp or fsdp2")
     if _uses_ring_attention(case) and facts.bidirectional:
-        reason = "torch's ring attention takes no mask, and padding is kept out by one"
+        reason = "torch's ring attention takes no mask, and padding needs one"
         yield Refusal("ring × tokens that see those behind them", reason, "use ulysses")
     if facts.whole_sequences:
         reason = f"context parallelism cannot run {facts.name}: {facts.whole_sequences}"
@@ -239,7 +239,7 @@ def _pipeline_model(facts: ModelFacts) -> Iterator[Refusal]:
     """Yield refusals of models that cannot be cut into the stages of a pipeline."""
     if facts.trains_router:
         where = "model.config.output_router_logits"
-        reason = "the loss is a product of means over all layers, and a stage has some of them"
+        reason = "the loss is a product of means over all layers, and a stage has only some of them"
         instead = f"use strategy=fsdp2, or train without it: {where}=false"
         yield Refusal("pp × the router loss of a mixture of experts", reason, instead, where)
     if facts.uncut:
@@ -277,14 +277,14 @@ def _evaluation_texts(case: Case, has_held_out_rows: bool) -> Iterator[Refusal]:
     if is_vision_language(case):
         yield Refusal(
             f"{key} × images",
-            "prompts are handed to the sampler as text alone",
+            "the sampler takes prompts of text alone",
             f"take {key} out",
             key,
         )
     if packed_bits(config) and not (
         case.strategy.whole_weights and is_data_parallel_only(case.mesh)
     ):
-        reason = "they are computed by a copy of a model that is cut, and packed weights are not handed out whole"
+        reason = "they need a whole copy of a sharded model, and packed weights are not gathered"
         yield Refusal(
             f"QLoRA × {key} of a cut model", reason, f"use strategy=ddp, or take {key} out", key
         )
@@ -331,7 +331,7 @@ def _memory(case: Case) -> Iterator[Refusal]:
             yield _memory_refusal(
                 key,
                 "tp, cp, pp, ep, zero",
-                "it is proven where a rank runs whole blocks on whole rows",
+                "it is tested with ranks that run whole blocks on whole rows alone",
                 "take it out, or use strategy=fsdp2 or ddp",
             )
         if config.compile.enabled and key != "checkpointed_blocks":
@@ -342,13 +342,11 @@ def _memory(case: Case) -> Iterator[Refusal]:
         yield _memory_refusal(
             "checkpointed_blocks",
             "no checkpointing",
-            "it counts those that are",
+            "it is the number of blocks with checkpointing",
             "use activation_checkpointing=full",
         )
     if memory.activation_offload and checkpointing == "selective":
-        reason = (
-            "what it keeps of operators goes past the tensors that autograd saves, which are moved"
-        )
+        reason = "selective checkpointing keeps tensors outside of those that autograd saves, and only these are moved"
         yield _memory_refusal(
             "activation_offload",
             "selective checkpointing",
@@ -379,7 +377,7 @@ def _compile(case: Case) -> Iterator[Refusal]:
     if config.compile.loss and case.mesh.tp > 1:
         yield Refusal(
             "compile.loss × tp",
-            "parts of the vocabulary exchange sums within a chunk",
+            "ranks exchange sums over their parts of the vocabulary within a chunk",
             "take it out",
             "compile.loss",
         )
@@ -409,7 +407,7 @@ def _kernels(case: Case) -> Iterator[Refusal]:
         yield replace(
             NO_LIGER,
             name="kernels=liger × cpu, tp, cp, pp, ep, zero, a module of your own",
-            reason="Triton's kernels are for GPUs, and parts of tensors, stages, DeepSpeed's hooks and other modules were not tried",
+            reason="Triton's kernels are for GPUs, and parts of tensors, stages, DeepSpeed's hooks and other modules are not tested",
         )
     if importlib.util.find_spec("liger_kernel") is None:
         yield replace(
@@ -565,14 +563,14 @@ def _expert_parallel(case: Case) -> Iterator[Refusal]:
     if mesh.ep == 1:
         return
     if mesh.tp * mesh.cp > 1:
-        reason = "experts lie on data ranks that have whole tokens; with tp its ranks hold a part of the experts each"
+        reason = "experts are on data ranks that have whole rows; with tp, each of its ranks has some of the experts"
         yield Refusal(
             "ep × tp, cp", reason, "use tp or cp without ep, or ep with ddp, fsdp2 and pp", where
         )
     if case.config.compile.enabled:
         yield Refusal(
             "ep × compile",
-            "how many tokens come to a rank is another number each time",
+            "the number of tokens that come to a rank changes from step to step",
             "use compile.enabled=false",
             where,
         )
@@ -589,7 +587,7 @@ def _expert_parallel(case: Case) -> Iterator[Refusal]:
     if is_vision_language(case) or packed_bits(case.config):
         yield Refusal(
             "ep × images, QLoRA",
-            "it is proven for texts and weights that are not packed",
+            "it is tested for texts, and for weights that are not packed",
             "use fsdp2 without ep",
             where,
         )
@@ -607,9 +605,7 @@ def _context_parallel(case: Case) -> Iterator[Refusal]:
             "ring × CPU", "ring attention has no CPU kernel in torch", "use cp_method=ulysses"
         )
     if ring and config.packs:
-        reason = (
-            "torch's ring attention takes no mask, and documents of a pack are kept apart by one"
-        )
+        reason = "torch's ring attention takes no mask, and the documents of a pack need one"
         yield Refusal("ring × packing", reason, "use ulysses, or data.packing=false")
     if mesh.pp > 1:
         yield Refusal(
@@ -675,7 +671,7 @@ def _zero_bubble(case: Case) -> Iterator[Refusal]:
     if case.mesh.pp == 1 or case.strategy.pipeline_schedule()[0] != "zero_bubble":
         return
     if uses_selective_checkpointing(case):
-        reason = "the split backward goes through a block twice, and what was kept of it is given out once"
+        reason = "the split backward runs through a block twice, and what selective checkpointing keeps can be used once"
         instead = "use schedule: interleaved, or activation_checkpointing=full"
         yield Refusal(
             "selective checkpointing × zero_bubble",
@@ -692,7 +688,7 @@ def _health(case: Case) -> Iterator[Refusal]:
     """Yield refusals of the section health."""
     health = case.config.health
     if health.check_weights_every and not copied_over(case.strategy, case.mesh):
-        reason = "no rank holds the weights of another"
+        reason = "no two ranks hold the same weights"
         if case.strategy.exchange is not None:
             reason = "each rank has weights of its own between two exchanges"
         yield Refusal(

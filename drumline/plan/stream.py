@@ -70,5 +70,5 @@ def sequence_parallel_refusals(config: Config, facts: ModelFacts) -> Iterator[Re
             where,
         )
     if config.adapter.kind == "lora" and facts.tp_styles & {"rowwise_split_input", "rowwise_rep"}:
-        reason = "the adapter of a layer whose inputs are whole would give all tokens, and the layer gives a part"
+        reason = "the adapter of a layer with whole inputs would return all tokens, and the layer returns a part"
         yield Refusal("sequence_parallel × LoRA × layers with whole inputs", reason, instead, where)

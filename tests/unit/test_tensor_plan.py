@@ -248,7 +248,7 @@ def test_the_stream_stays_whole_on_fewer_ranks() -> None:
             {},
             "Linear of its blocks",
         ),
-        (WHOLE_INPUTS, {"adapter": "lora"}, "whole would give all tokens"),
+        (WHOLE_INPUTS, {"adapter": "lora"}, "whole inputs would return all tokens"),
     ],
 )
 def test_the_stream_stays_whole_for_a_reason(
