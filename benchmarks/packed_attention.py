@@ -63,7 +63,7 @@ def compare(name: str, length: int, documents: int, pairs: int) -> dict[str, Any
 
     from drumline.algorithms.tokens.objective import NextToken
     from drumline.models.head import ForwardWithObjective
-    from drumline.plan.attention import as_before
+    from drumline.plan.attention import original_attention
     from drumline.telemetry.memory_tracker import LiveBytes
 
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,7 +84,7 @@ def compare(name: str, length: int, documents: int, pairs: int) -> dict[str, Any
         return time.perf_counter() - begin, time.process_time() - begin_cpu
 
     def masked() -> tuple[float, float]:
-        with as_before(model):
+        with original_attention(model):
             return step()
 
     forms = {"masked": masked, "documents": step}

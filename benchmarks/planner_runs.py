@@ -266,7 +266,7 @@ def ready(
     path.write_text(yaml.safe_dump(config))
     request = Request(load(path, []), world_size=processes, machine=machine)
     plan = make_plan(request, on_progress=lambda *_: None)
-    return claim_run_dir(plan if saves else plan.measured_only(), request)[0]
+    return claim_run_dir(plan if saves else plan.measurement_plan(), request)[0]
 
 
 def held_against(plan_path: Path) -> dict[str, dict[str, float]]:

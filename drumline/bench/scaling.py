@@ -360,7 +360,7 @@ def _measure(row: Row, settings: Settings, folder: Path) -> int:
     def change_plan(plan: Plan) -> Plan:
         row.strategy = row.case.strategy or strategy_name(plan)
         _note_prediction(row, plan)
-        return plan.measured_only()
+        return plan.measurement_plan()
 
     given = [*settings.overrides_of(row.case), override("run.dir", folder)]
     errors = io.StringIO()

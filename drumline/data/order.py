@@ -399,7 +399,7 @@ class BatchStream:
     def __post_init__(self) -> None:
         batch = self.batch
         samples = self.data_ranks * batch.accumulation * batch.micro_batch
-        assert batch.global_samples == samples, batch.rule(self.data_ranks)
+        assert batch.global_samples == samples, batch.describe_product(self.data_ranks)
         assert 0 <= self.data_rank < self.data_ranks and self.start >= 0
         self._batches = self._collate_all()
         # One thread: batches must come in their order.

@@ -80,7 +80,7 @@ def build_engine(
     lr_ratios = {}
     for name, role_plan in trainable.items():
         keys = frozenset(select_role(names, name))
-        engines[name] = _build_trainable(plan.of_role(name), device, keys, role_plan.head)
+        engines[name] = _build_trainable(plan.single_role(name), device, keys, role_plan.head)
         lr_ratios[name] = role_plan.lr_ratio
     return CompositeEngine(engines, lr_ratios)
 
@@ -89,7 +89,7 @@ def _build_role(plan: Plan, device: str, checkpoint_keys: frozenset[str], role: 
     """Return the engine of one role by itself."""
     head = plan.roles[role].head
     # The whole plan, with the role's model in the place of the policy's.
-    plan_of_role = plan.of_role(role)
+    plan_of_role = plan.single_role(role)
     if plan.roles[role].trainable:
         return _build_trainable(plan_of_role, device, checkpoint_keys, head)
     as_deepspeed = plan.engine == "deepspeed"
@@ -277,7 +277,7 @@ def cast_to_compute_dtype(plan: Plan, model: Any) -> None:
 
     In pure bf16 the trainable weights are cast, too.
     """
-    if plan.pure:
+    if plan.is_pure_bf16:
         cast_frozen([model], LOW_PRECISION["bf16"], vectors=True, trainable=True)
         return
     dtype = LOW_PRECISION.get(plan.precision)
@@ -297,7 +297,7 @@ def _build_frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> Fo
     model.requires_grad_(False)
     dtype = LOW_PRECISION.get(plan.precision)
     casts = gather_dtype(plan) is not None
-    is_pure = (as_deepspeed or plan.pure) and not casts
+    is_pure = (as_deepspeed or plan.is_pure_bf16) and not casts
     if dtype is not None:
         is_all_low = casts or is_pure
         if is_all_low:

@@ -34,8 +34,8 @@ from drumline.models.blocks import reason_for_whole_sequences
 from drumline.models.head import ForwardWithObjective
 from drumline.models.sequence import SequencePart
 from drumline.models.small import TrialTokens, is_close, try_small
-from drumline.plan.attention import RING_CHUNK, by_documents
-from drumline.plan.rules import NO_PARTS
+from drumline.plan.attention import RING_CHUNK, has_drumline_attention
+from drumline.plan.rules import NO_CONTEXT_PARALLEL
 from drumline.vendor.torch import all_to_all_single_autograd
 
 # The numbers at the end of the names of attention functions.
@@ -77,11 +77,11 @@ def apply_context_parallel(
     refused = f"context parallelism cannot run {type(model).__name__}: "
     reason = reason_for_whole_sequences(model)
     if reason:
-        raise NO_PARTS.error(refused + reason)
+        raise NO_CONTEXT_PARALLEL.error(refused + reason)
     before = model.config._attn_implementation
     # A name of its own: another model of this process looks its functions up by name, and has
     # another part of another sequence.
-    base_name = before if by_documents(model) else "drumline_sequence"
+    base_name = before if has_drumline_attention(model) else "drumline_sequence"
     name = f"{base_name}_part_{next(NUMBERS)}"
     whole_attention = AttentionInterface()[before]
     whole_sequence_mask = AttentionMaskInterface()[before]
@@ -90,7 +90,9 @@ def apply_context_parallel(
     model.set_attn_implementation(name)
     if not _same_in_parts(model, mesh.device_type, part, packing, tokens):
         model.set_attn_implementation(before)
-        raise NO_PARTS.error(refused + "cut in parts it does not compute what it computes whole")
+        raise NO_CONTEXT_PARALLEL.error(
+            refused + "cut in parts it does not compute what it computes whole"
+        )
     module.sequence = part
 
 

@@ -86,7 +86,7 @@ from drumline.models.shards import (
     tied_names,
 )
 from drumline.plan.plan import Plan
-from drumline.plan.rule import plain as has_only_data_ranks
+from drumline.plan.rule import is_data_parallel_only
 from drumline.plan.strategy_engine import engine_spec
 from drumline.system.heartbeat import alive, beat
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
@@ -227,11 +227,11 @@ class ForwardEngine:
         self.wrapper = wrapper
         self.forward_context = forward_context
         # cpu, cuda or mps. On a GPU it stands for the current device of the process.
-        self.device_type = plan.place
+        self.device_type = plan.device_type
         # FSDP2 casts weights as it gathers them. Other strategies leave casting to autocast.
         casts_weights = isinstance(wrapper, Sharded) and wrapper.casts
         self.autocast_dtype: torch.dtype | None = None
-        if not (plan.pure or casts_weights):
+        if not (plan.is_pure_bf16 or casts_weights):
             self.autocast_dtype = LOW_PRECISION.get(plan.precision)
         self.batch_norms = batch_norms(model)
         self.statistics = RunningStatistics(self.batch_norms)
@@ -240,7 +240,7 @@ class ForwardEngine:
         is_unsharded = isinstance(
             wrapper, NoGradientSync | Replicated | ShardedOptimizerWrapper | BucketedAllReduce
         )
-        self.is_whole = is_unsharded and has_only_data_ranks(plan.mesh)
+        self.is_whole = is_unsharded and is_data_parallel_only(plan.mesh)
         if not self.trains:
             self.model.eval()
         elif not self.model.training:  # a part that was built in eval mode stays in it
@@ -419,7 +419,7 @@ class NativeEngine(ForwardEngine):
                 self.named, lambda some: build_optimizer_with_state(some, options)
             )
         make_from_groups: Callable[[Groups], torch.optim.Optimizer] | None = None
-        if plan.pure:
+        if plan.is_pure_bf16:
             make_from_groups = partial(_bfloat16_adamw, plan=plan)
         matrices = frozenset[str]()
         if options.kind == "muon":

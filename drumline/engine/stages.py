@@ -24,7 +24,7 @@ from drumline.models.blocks import block_list, find_base_layer, reason_not_to_cu
 from drumline.models.head import Outputs, can_split, compute_outputs, trunk_and_head
 from drumline.models.scores import VALUE
 from drumline.models.small import TrialTokens, is_close, try_small
-from drumline.plan.rules import NO_STAGES
+from drumline.plan.rules import NO_PIPELINE
 from drumline.plan.stages import Range
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
@@ -63,12 +63,12 @@ def find_split_points(model: Any) -> SplitPoints:
     """
     reason = reason_not_to_cut(model)
     if reason:
-        raise NO_STAGES.error(reason)
+        raise NO_PIPELINE.error(reason)
     split_points, is_reproduced = try_small(
         model, "cpu", _try_one_block_a_stage, layers=TRIAL_BLOCKS
     )
     if not is_reproduced:
-        raise NO_STAGES.error(f"stages of {type(model).__name__} do not make the whole model")
+        raise NO_PIPELINE.error(f"stages of {type(model).__name__} do not make the whole model")
     found = block_list(model)
     assert found is not None, "its copy has them"
     _, blocks = found
@@ -120,7 +120,7 @@ def trace_split_points(model: Any, ids_BT: torch.Tensor) -> SplitPoints:
     outside = _modules_outside(model, blocks)
     events, block_output = _recorded_run(model, blocks, outside, ids_BT)
     if events.count(FIRST_BLOCK_BEGINS) != 1 or events.count(LAST_BLOCK_ENDS) != 1:
-        raise NO_STAGES.error(f"{class_name} runs its blocks more than once")
+        raise NO_PIPELINE.error(f"{class_name} runs its blocks more than once")
 
     # A module runs before the blocks if it has ended when they begin, and after them if it ends
     # only when they are done. Any other module is used between the blocks.
@@ -140,7 +140,7 @@ def trace_split_points(model: Any, ids_BT: torch.Tensor) -> SplitPoints:
         # A module that contains the blocks ends after them too, but begins before they end.
         between = [name for name in after if _Event(BEGINS, name) in events[:last]]
     if between:
-        raise NO_STAGES.error(f"{class_name} uses {between[0]} between its blocks")
+        raise NO_PIPELINE.error(f"{class_name} uses {between[0]} between its blocks")
 
     # If a block returns a tuple, the hidden states are its first part.
     tuple_length = 0
@@ -459,7 +459,9 @@ def stages_reproduce_model(
             stage.eval()
             passed = stage.run(batch, passed)
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
-        raise NO_STAGES.error(f"{type(model).__name__} does not run in stages: {error}") from error
+        raise NO_PIPELINE.error(
+            f"{type(model).__name__} does not run in stages: {error}"
+        ) from error
     if whole.logits_BC is not None:
         return is_close(passed.class_logits(), whole.logits_BC)
     if whole.logits_BTV is None:

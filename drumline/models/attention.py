@@ -32,7 +32,13 @@ from drumline.foreign import first_line
 from drumline.models.blocks import reason_for_mask
 from drumline.models.classes import values_by_layer
 from drumline.models.sequence import SequencePart
-from drumline.plan.attention import Kernel, by_documents, choose, has_padding, name_of
+from drumline.plan.attention import (
+    Kernel,
+    choose,
+    has_drumline_attention,
+    has_padding,
+    interface_name,
+)
 from drumline.plan.plan import Layout
 from drumline.system.threads import bind_to_gpu
 
@@ -136,7 +142,7 @@ def attend_by_documents(model: Any, layout: Layout, on_host: bool = False) -> No
         return
     if on_host:
         kernel = "documents"
-    name = name_of(kernel, implementation)
+    name = interface_name(kernel, implementation)
     # transformers registers no eager function: each class has its own (see `_eager_function`).
     function = None
     if implementation != "eager":
@@ -186,7 +192,7 @@ def model_inputs(
     else:
         inputs = sequence.inputs(batch)
     rows = getattr(batch, "document_lengths", None)
-    if rows is not None and by_documents(model):
+    if rows is not None and has_drumline_attention(model):
         token = _batch.set(batch)
         try:
             yield {"attention_mask": torch.ones_like(batch.input_ids_BT)} | inputs

@@ -19,7 +19,7 @@ from torch import nn
 
 from drumline.errors import ModelError, PlanError
 from drumline.models.classes import reads_images
-from drumline.plan.facts import COLUMN_PARALLEL, Place, Weight
+from drumline.plan.facts import COLUMN_PARALLEL, Position, Weight
 from drumline.vendor.torch import BatchNorm
 
 # The classes of a model's blocks, or a function that finds them.
@@ -256,12 +256,12 @@ def _weights_by_block(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple
             continue
         # Parameters come in the model's order, so a weight before those of the first block is used
         # before the blocks.
-        place: Place = "before"
+        position: Position = "before"
         if id(parameter) in in_both_ends:
-            place = "both"
+            position = "both"
         elif has_passed_blocks:
-            place = "after"
-        outside.append(Weight(name, shape, parameter.requires_grad, style, owners, place))
+            position = "after"
+        outside.append(Weight(name, shape, parameter.requires_grad, style, owners, position))
     return _share_equal_blocks(in_blocks), tuple(outside)
 
 

@@ -38,8 +38,8 @@ from drumline.models.router import loads_of, router_of, trains_router
 from drumline.models.scores import class_logits, grey_image, score_head, score_parts
 from drumline.models.sequence import SequencePart
 from drumline.models.small import TrialTokens, is_close, trial_tokens, try_small
-from drumline.plan.attention import by_documents
-from drumline.plan.rules import NO_PACKS
+from drumline.plan.attention import has_drumline_attention
+from drumline.plan.rules import NO_PACKING
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,9 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
         return not packed or _keeps_documents_apart(small, ids_BT)
 
     if not try_small(model, device, trial):
-        raise NO_PACKS.error(f"{type(model).__name__} does not keep the documents of a pack apart")
+        raise NO_PACKING.error(
+            f"{type(model).__name__} does not keep the documents of a pack apart"
+        )
 
 
 def _keeps_documents_apart(small: Any, ids_BT: torch.Tensor) -> bool:
@@ -320,7 +322,7 @@ def shares_prompts(model: Any, device: str) -> bool:
     Tried with eight tokens: a prompt of four, and two completions. False for a mixture that trains
     its router, whose loss counts the tokens of rows.
     """
-    if not by_documents(model) or trains_router(model):
+    if not has_drumline_attention(model) or trains_router(model):
         return False
     return try_small(model, device, _has_same_logits_behind_shared_prompt)
 

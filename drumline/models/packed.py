@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from drumline.models.blocks import blocks
-from drumline.plan.facts import packs
+from drumline.plan.facts import is_packable
 
 # Entries of a 4-bit weight that share a scale.
 BLOCK = 64
@@ -190,7 +190,7 @@ def _is_packable(layer: Any) -> bool:
 
     if not isinstance(layer, nn.Linear | Conv1D) or layer.weight.requires_grad:
         return False
-    return packs(tuple(layer.weight.shape))
+    return is_packable(tuple(layer.weight.shape))
 
 
 def _measure_magnitudes(owner: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from drumline.config.config import LoRAConfig
 from drumline.config.refusal import Refusal
-from drumline.plan.rule import Case, packed_bits, plain
+from drumline.plan.rule import Case, is_data_parallel_only, packed_bits
 
 
 def refusals(case: Case) -> Iterator[Refusal]:
@@ -23,7 +23,7 @@ def refusals(case: Case) -> Iterator[Refusal]:
         )
     yield from _lora(case)
     if packed_bits(case.config):
-        yield from _quantized(case)
+        yield from _quantization(case)
     if case.config.checkpoint.export_adapter:
         yield from _export(case)
     if case.config.algorithm.reference_of(case.config) == "adapter":
@@ -42,7 +42,7 @@ def _lora(case: Case) -> Iterator[Refusal]:
     if adapter.dora and case.mesh.tp > 1:
         yield Refusal(
             "DoRA × tp",
-            "it takes the length of whole rows of a weight, and a rank has parts of some",
+            "it needs the norms of whole rows of a weight, and a rank has parts of some",
             "use strategy=fsdp2, or adapter.dora=false",
             "adapter.dora",
         )
@@ -65,7 +65,7 @@ def _lora(case: Case) -> Iterator[Refusal]:
     if case.mesh.tp > 1:
         yield Refusal(
             "trainable tokens × tp",
-            "PEFT lays their rows over a whole embedding and a whole head, and a rank has parts of these",
+            "PEFT adds their rows to a whole embedding and a whole head, and a rank has parts of these",
             "use strategy=fsdp2, or adapter.modules_to_save=[embed_tokens, lm_head]",
             tokens_key,
         )
@@ -81,7 +81,7 @@ def _adapts_embedding(case: Case) -> bool:
     return any(".lora_embedding_A." in weight.name for weight in case.facts.end_weights)
 
 
-def _quantized(case: Case) -> Iterator[Refusal]:
+def _quantization(case: Case) -> Iterator[Refusal]:
     """Yield refusals of frozen weights that QLoRA packs."""
     key = "adapter.quantize"
     if case.mesh.tp > 1:
@@ -92,15 +92,15 @@ def _quantized(case: Case) -> Iterator[Refusal]:
     if not case.strategy.takes_packed:
         yield Refusal(
             f"QLoRA × {case.strategy.kind}",
-            "packed weights are tested only where all ranks step together, one process a device",
+            "packed weights are tested only with ranks that step together, one process a device",
             "use strategy=ddp or fsdp2, or adapter.quantize=none",
             key,
         )
-    policy_is_whole = case.strategy.whole_weights and plain(case.mesh)
+    policy_is_whole = case.strategy.whole_weights and is_data_parallel_only(case.mesh)
     if case.config.algorithm.rollout is not None and not policy_is_whole:
         yield Refusal(
             "QLoRA × rollouts of a cut policy",
-            "rollouts are sampled from a copy of a policy that is cut, and packed weights are not handed out whole",
+            "rollouts are sampled from a whole copy of a sharded policy, and packed weights are not gathered",
             "use strategy=ddp, or adapter.quantize=none",
             key,
         )
@@ -119,7 +119,7 @@ def _export(case: Case) -> Iterator[Refusal]:
     if not case.config.model.as_published:
         yield Refusal(
             "adapter export × a model of the run's own",
-            "the frozen model lies in no folder that a reader could lay the adapter over",
+            "the frozen model is in no published folder that the adapter could be loaded over",
             f"take {key} out: the merged model is exported",
             key,
         )
@@ -131,14 +131,14 @@ def _reference(case: Case) -> Iterator[Refusal]:
     if not _has_lora(case):
         yield Refusal(
             "reference=adapter × no adapter",
-            "without an adapter there is none to switch off",
+            "there is no adapter to switch off",
             "use adapter=lora, or algorithm.reference=precomputed",
             key,
         )
     elif not case.config.adapter.is_reference_if_disabled:
         yield Refusal(
             "reference=adapter × PiSSA, modules_to_save",
-            "without it the model is not what training starts from: PiSSA and modules_to_save change its weights",
+            "without the adapter the model is not the one that training starts from: PiSSA and modules_to_save change its weights",
             "use algorithm.reference=precomputed or live",
             key,
         )

@@ -1,6 +1,7 @@
-"""Which kernel computes attention: by device, type, head size and what the model's attention does.
+"""Choose the kernel that computes attention, by device, precision, head size and the model.
 
-The planner and the ranks both ask here. No torch here.
+The planner asks for the layouts that it estimates, and each rank for the model that it has built.
+No torch here.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Layout
 
 # masked: transformers' own attention, under a mask of all pairs of a row's tokens. All others get
-# the lengths of documents in place of a mask.
+# the lengths of documents in place of a mask. documents: torch's sdpa, called for each document.
 Kernel = Literal[
     "masked", "documents", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
 ]
+# The package of each FlashAttention, the preferred one first. The first is built for Hopper
+# GPUs and is only installed on these.
 PACKAGES: dict[Kernel, str] = {
     "flash_attention_3": "flash_attn_interface",
     "flash_attention_2": "flash_attn",
 }
+# Name of the attention interface: PREFIX, the kernel, ELSE, the name of the one that was before.
 PREFIX = "drumline_by_"
 ELSE = "_else_"
 # For fp32 on GPUs, torch's ring uses the memory-efficient kernel, which pads its log-sum-exps to a
@@ -32,12 +36,12 @@ ELSE = "_else_"
 RING_CHUNK = 32
 # Entries of a head that FlashAttention's kernels take at most. They take multiples of 8.
 LARGEST_HEAD = 256
-# What `known_padding` says; None outside of it.
+# The argument of `known_padding` inside its block; None outside.
 _is_padded: ContextVar[bool | None] = ContextVar("is_padded", default=None)
 
 
 class Choice(NamedTuple):
-    """A kernel, and why it was chosen."""
+    """A kernel, and why it was chosen, as a line of the plan says it."""
 
     kernel: Kernel
     why: str
@@ -55,11 +59,8 @@ class Choice(NamedTuple):
 
 
 @cache
-def installed(package: str) -> bool:
-    """Return whether a package can be imported here.
-
-    It is cached, because a search asks thousands of times.
-    """
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported. It is cached, as a search asks thousands of times."""
     return find_spec(package) is not None
 
 
@@ -67,6 +68,8 @@ def choose(
     layout: Layout, head_dim: int, caps_scores: bool, has_own_scores: bool, needs_mask: str
 ) -> Choice:
     """Return the kernel of a layout's policy.
+
+    It is `masked` if the strategy or the model needs a mask, even if model.attention names a kernel.
 
     `head_dim`: entries of an attention head. `caps_scores`: its scores are soft-capped.
     `has_own_scores`: its scores have dropout, or its class computes them as sdpa cannot.
@@ -87,7 +90,7 @@ def choose(
 
 
 def _reason_for_mask(layout: Layout) -> str:
-    """Return why the strategy takes a mask whatever the model is; empty if it takes lengths."""
+    """Return why the strategy needs a mask with any model; empty if lengths of documents do."""
     if layout.mesh.cp > 1 and layout.strategy.context_method() == "ring":
         return "ring attention (experimental: no GPU has run it yet) has a kernel of its own"
     if layout.devices_per_rank > 1:
@@ -96,11 +99,11 @@ def _reason_for_mask(layout: Layout) -> str:
 
 
 def _reason_for_documents(layout: Layout, has_own_scores: bool) -> str:
-    """Return why each document attends by itself; empty if one kernel takes all of a batch."""
+    """Return why sdpa is called for each document; empty if one kernel can take a whole batch."""
     if not layout.config.packs and layout.config.head != "text":
-        return "a row is one, and what stands behind it needs no mask"
+        return "each row is one document, and causal attention needs no mask for padding after it"
     if layout.device == "cpu":
-        return "each by itself, which spares the pairs of tokens between them"
+        return "each is computed by itself, without pairs of tokens of two documents"
     if has_own_scores:
         return "the model's own function computes scores"
     if layout.precision == "fp32":
@@ -109,11 +112,11 @@ def _reason_for_documents(layout: Layout, has_own_scores: bool) -> str:
 
 
 def _choose_on_gpu(head_dim: int, caps_scores: bool) -> Choice:
-    """Return the kernel for documents of several lengths in 16 bits on a GPU."""
+    """Return the kernel for packed documents in 16 bits on a GPU."""
     flash_takes_heads = head_dim <= LARGEST_HEAD and head_dim % 8 == 0
     if flash_takes_heads:
         for kernel, package in PACKAGES.items():
-            if installed(package):
+            if is_installed(package):
                 return Choice(kernel, f"{package} is installed")
     if flash_takes_heads and not caps_scores:
         why = "torch's own kernel for variable lengths takes heads of this size"
@@ -123,25 +126,25 @@ def _choose_on_gpu(head_dim: int, caps_scores: bool) -> Choice:
     return Choice("flex_attention", f"no other kernel takes heads of {head_dim}")
 
 
-def choice_of(layout: Layout, facts: ModelFacts) -> Choice:
-    """Return the kernel of a layout's policy, by the facts of its model."""
+def choose_by_facts(layout: Layout, facts: ModelFacts) -> Choice:
+    """Return the kernel of a layout's policy, whose model has these facts."""
     keeps_uncapped_scores = facts.keeps_scores and not facts.caps_scores
     has_own_scores = facts.drops_scores or keeps_uncapped_scores
     return choose(layout, facts.head_dim, facts.caps_scores, has_own_scores, facts.needs_mask)
 
 
-def name_of(kernel: Kernel, before: str) -> str:
-    """Return the name that transformers' attention interface gets under this kernel.
+def interface_name(kernel: Kernel, before: str) -> str:
+    """Return the name under which a kernel is registered as transformers' attention interface.
 
-    `before`: the name of the interface that the model had; `as_before` brings it back.
+    `before`: the name of the interface that the model had. `original_attention` restores it.
     """
     # transformers takes a name with "flash" in it for a kernel of its own.
     short = kernel.replace("flash_attention_", "fa").removesuffix("_attention")
     return f"{PREFIX}{short}{ELSE}{before}"
 
 
-def by_documents(model: Any) -> bool:
-    """Return whether the model attends by documents if a batch has them."""
+def has_drumline_attention(model: Any) -> bool:
+    """Return whether a model's attention is one of Drumline's kernels, which take documents."""
     config = getattr(model, "config", None)
     implementation = getattr(config, "_attn_implementation", "")
     return str(implementation).startswith(PREFIX)
@@ -149,9 +152,9 @@ def by_documents(model: Any) -> bool:
 
 @contextlib.contextmanager
 def known_padding(is_padded: bool) -> Iterator[None]:
-    """Tell attention inside the block whether the rows of a batch without documents are padded.
+    """State, for attention inside the block, whether rows of a batch without documents are padded.
 
-    Otherwise transformers looks at the mask on the device before each token, and the host waits.
+    Without it transformers reads the mask on the device at each token, and the host waits.
     """
     token = _is_padded.set(is_padded)
     try:
@@ -161,14 +164,14 @@ def known_padding(is_padded: bool) -> Iterator[None]:
 
 
 def has_padding() -> bool | None:
-    """Return what `known_padding` says around this call; None outside of it."""
+    """Return the argument of the `known_padding` around this call; None if there is none."""
     return _is_padded.get()
 
 
 @contextlib.contextmanager
-def as_before(model: Any) -> Iterator[None]:
-    """Give the model transformers' own attention inside the block, for code that reads its name."""
-    if not by_documents(model):
+def original_attention(model: Any) -> Iterator[None]:
+    """Give the model its original attention inside the block, for code that reads its name."""
+    if not has_drumline_attention(model):
         yield
         return
     name = model.config._attn_implementation

@@ -1,7 +1,7 @@
-"""Batch arithmetic, without side effects.
+"""Compute the sizes of batches and the number of steps. Pure functions.
 
-global samples = micro-batch × accumulation × data ranks, whichever side the user gave. A rollout has
-minibatches × global samples episodes, and the policy learns from each of them `epochs` times.
+global samples = micro-batch × accumulation × data ranks; what the user leaves open is computed. A
+rollout has minibatches × global samples episodes, and the policy learns from each `epochs` times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IMAGE_TOKENS = 128
 def resolve_batch(
     config: Config,
     data_ranks: int,
-    in_flight: int = 1,
+    least_accumulation: int = 1,
     batch: BatchConfig | None = None,
     why: list[str] | None = None,
 ) -> BatchPlan:
@@ -39,7 +39,7 @@ def resolve_batch(
     Args:
         config: The config of the run.
         data_ranks: Ranks that take different samples.
-        in_flight: Micro-batches that a pipeline needs, and so the least accumulation to choose.
+        least_accumulation: The least accumulation to choose (stages.least_accumulation).
         batch: Sizes to use in place of the config's.
         why: The list for the lines about what was chosen.
 
@@ -54,9 +54,11 @@ def resolve_batch(
     accumulation = batch.accumulation
     sample_tokens = _tokens_of_sample(config)
     ranks = plural(data_ranks, "data rank")
-    total = _given_global_samples(batch, sample_tokens, algorithm.rows_per_sample)
+    total = _given_global_samples(config, batch, sample_tokens)
     if total is None:
-        micro, accumulation = _default_factors(batch, algorithm, data_ranks, in_flight, why)
+        micro, accumulation = _default_factors(
+            batch, algorithm, data_ranks, least_accumulation, why
+        )
         total = micro * accumulation * data_ranks
     elif micro and accumulation:
         _require_product(total, micro, accumulation, data_ranks)
@@ -68,7 +70,7 @@ def resolve_batch(
         micro = _divide_global_batch(total, accumulation * data_ranks, factors)
     else:
         per_rank = _divide_global_batch(total, data_ranks, ranks)
-        micro = _largest_fitting_micro_batch(per_rank, sample_tokens, in_flight, why)
+        micro = _largest_fitting_micro_batch(per_rank, sample_tokens, least_accumulation, why)
         accumulation = per_rank // micro
     _require_another_prompt(total, algorithm)
     return BatchPlan(
@@ -81,26 +83,27 @@ def resolve_batch(
 
 
 def _tokens_of_sample(config: Config) -> int:
-    """Return the tokens that a sample counts as."""
+    """Return the number of tokens that a sample counts as, its padding included."""
     row_tokens = config.data.max_length
     if config.images_alone:
         row_tokens = IMAGE_TOKENS
     return row_tokens * config.algorithm.rows_per_sample
 
 
-def _given_global_samples(
-    batch: BatchConfig, sample_tokens: int, rows_per_sample: int
-) -> int | None:
+def _given_global_samples(config: Config, batch: BatchConfig, sample_tokens: int) -> int | None:
     """Return the global batch that the user set, in samples; None if it is left open.
 
-    Raises PlanError if the tokens are not a multiple of a sample's.
+    Raises PlanError if batch.global_tokens is not a multiple of `sample_tokens`.
     """
     if batch.global_tokens is None:
         return batch.global_samples
-    unit = "data.max_length"
-    if rows_per_sample != 1:
-        unit = f"{rows_per_sample} × data.max_length ="
-    what = f"global_tokens {batch.global_tokens} is not a multiple of {unit} {sample_tokens}"
+    rows_per_sample = config.algorithm.rows_per_sample
+    unit = f"data.max_length {sample_tokens}"
+    if config.images_alone:
+        unit = f"the {sample_tokens} tokens that an image counts as"
+    elif rows_per_sample != 1:
+        unit = f"{rows_per_sample} × data.max_length = {sample_tokens}"
+    what = f"global_tokens {batch.global_tokens} is not a multiple of {unit}"
     return _divide_exactly(
         batch.global_tokens, sample_tokens, what, "batch.global_tokens", "nearest: {}"
     )
@@ -110,7 +113,7 @@ def _default_factors(
     batch: BatchConfig,
     algorithm: AlgorithmSpec,
     data_ranks: int,
-    in_flight: int,
+    least_accumulation: int,
     why: list[str],
 ) -> tuple[int, int]:
     """Return micro-batch and accumulation if no global batch is set.
@@ -121,7 +124,7 @@ def _default_factors(
     micro = batch.micro_batch or 1
     accumulation = batch.accumulation
     if not accumulation:
-        accumulation = default_rounds(algorithm, micro * data_ranks, in_flight)
+        accumulation = default_accumulation(algorithm, micro * data_ranks, least_accumulation)
     total = micro * accumulation * data_ranks
     ranks = plural(data_ranks, "data rank")
     why.append(
@@ -142,20 +145,20 @@ def _require_product(total: int, micro: int, accumulation: int, data_ranks: int)
 
 
 def _largest_fitting_micro_batch(
-    per_rank: int, sample_tokens: int, in_flight: int, why: list[str]
+    per_rank: int, sample_tokens: int, least_accumulation: int, why: list[str]
 ) -> int:
-    """Return the largest micro-batch within TOKENS_AT_ONCE that leaves `in_flight` micro-batches.
+    """Return the largest micro-batch within TOKENS_AT_ONCE that leaves `least_accumulation` micro-batches.
 
     It divides `per_rank`, the samples of a rank in one optimizer step. If no divisor fits, it is 1.
     """
     micro = 1
     for divisor in divisors(per_rank):
         fits = divisor * sample_tokens <= TOKENS_AT_ONCE
-        if fits and per_rank // divisor >= in_flight:
+        if fits and per_rank // divisor >= least_accumulation:
             micro = divisor
     line = f"micro-batch {micro}: the largest divisor of {per_rank} samples a rank within {TOKENS_AT_ONCE} tokens at once"
-    if in_flight > 1:
-        line += f" that leaves {in_flight} micro-batches for the pipeline"
+    if least_accumulation > 1:
+        line += f" that leaves {least_accumulation} micro-batches for the pipeline"
     why.append(line)
     return micro
 
@@ -167,17 +170,21 @@ def _require_another_prompt(total: int, algorithm: AlgorithmSpec) -> None:
         raise PlanError(what, where="batch", fix="use batch.global_samples=2 or more")
 
 
-def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator[BatchPlan]:
+def possible_batches(
+    config: Config, data_ranks: int, world: int, least: int
+) -> Iterator[BatchPlan]:
     """Yield each batch that the user's settings allow, the smallest micro-batch first.
 
-    If no global batch is set, it is that of plain data parallelism over all processes, so that
-    layouts can be compared. If micro-batch and accumulation are both set, it follows the data ranks.
+    If no global batch is set, it is that of data parallelism over all processes, so that layouts can
+    be compared. If micro-batch and accumulation are both set, it follows the data ranks. Batches with
+    less accumulation than `least` are yielded, too; `stages.plan_pipeline` refuses those that the
+    schedule cannot run.
 
     Args:
         config: The config of the run.
         data_ranks: Ranks that take different samples.
         world: Number of all processes.
-        least: Micro-batches that a pipeline needs, and so the least accumulation to choose.
+        least: The least accumulation to choose if only the micro-batch is set.
 
     Raises PlanError if the sizes do not agree.
     """
@@ -201,19 +208,19 @@ def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator
 
 
 def _batch_of_data_parallel(config: Config, world: int) -> BatchConfig:
-    """Return the batch with the global batch of plain data parallelism over all processes."""
+    """Return the settings with the global batch of data parallelism over all processes."""
     batch = config.batch
     total = (batch.micro_batch or 1) * (batch.accumulation or 1) * world
-    total *= default_rounds(config.algorithm, total)
+    total *= default_accumulation(config.algorithm, total)
     return BatchConfig(
         global_samples=total, micro_batch=batch.micro_batch, accumulation=batch.accumulation
     )
 
 
-def default_rounds(algorithm: AlgorithmSpec, samples: int, least: int = 1) -> int:
-    """Return how often to take `samples` for a global batch that the algorithm accepts.
+def default_accumulation(algorithm: AlgorithmSpec, samples: int, least: int = 1) -> int:
+    """Return an accumulation that the algorithm accepts, at least `least`.
 
-    It is `least` times or more.
+    `samples`: the samples of all data ranks in one micro-batch.
     """
     if samples == 1 and algorithm.needs_mismatched_pairs:
         least = max(least, 2)
@@ -221,16 +228,13 @@ def default_rounds(algorithm: AlgorithmSpec, samples: int, least: int = 1) -> in
 
 
 def repetitions_to_multiple(samples: int, multiple: int, least: int = 1) -> int:
-    """Return how often to take `samples` until they are a multiple of `multiple`.
-
-    It is `least` times or more.
-    """
+    """Return the smallest number n ≥ `least` with which n × `samples` is a multiple of `multiple`."""
     step = multiple // math.gcd(samples, multiple)
     return step * math.ceil(least / step)
 
 
-def nearest(number: int, by: int) -> str:
-    """Return the multiples of `by` below and above a number that is none, as text."""
+def nearest_multiples(number: int, by: int) -> str:
+    """Return the multiples of `by` below and above a number, as text: `8 or 16`."""
     below = max(1, number // by) * by
     above = (number // by + 1) * by
     if below == above:
@@ -239,9 +243,9 @@ def nearest(number: int, by: int) -> str:
 
 
 def _divide_global_batch(total: int, by: int, factors: str) -> int:
-    """Return the global batch divided by some of its factors, which `factors` names.
+    """Return the global batch divided by `by`, the product of some of its factors.
 
-    Raises PlanError if it does not divide.
+    `factors`: these factors in words. Raises PlanError if the batch is not a multiple of them.
     """
     what = f"global batch of {total} samples does not divide by {factors}: {total} / {by} = {total / by:.2f}"
     return _divide_exactly(total, by, what, "batch", "nearest global batch: {}")
@@ -261,14 +265,17 @@ def _divide_exactly(total: int, by: int, what: str, where: str, fix: str) -> int
     """
     quotient, rest = divmod(total, by)
     if rest or not quotient:
-        raise PlanError(what, where=where, fix=fix.format(nearest(total, by)))
+        raise PlanError(what, where=where, fix=fix.format(nearest_multiples(total, by)))
     return quotient
 
 
-def in_steps(config: Config, batch: BatchPlan, data: DataPlan | None, why: list[str]) -> Config:
-    """Return the config with `every` of checkpoints and evaluations in steps, not in epochs.
+def resolve_epochs(
+    config: Config, batch: BatchPlan, data: DataPlan | None, why: list[str]
+) -> Config:
+    """Return the config with `every` of checkpoints and evaluations in steps if it is in epochs.
 
-    `why` gets a line for each. Without prepared data the config is returned as it is.
+    `why` gets a line for each. Without prepared data the config is returned as it is. A stream has no
+    epochs, and its config refuses them.
     """
     if data is None:
         return config
@@ -284,7 +291,7 @@ def in_steps(config: Config, batch: BatchPlan, data: DataPlan | None, why: list[
 
 
 def _steps_of_epoch(config: Config, batch: BatchPlan, data: DataPlan) -> float:
-    """Return the optimizer steps of an epoch, which may be a fraction."""
+    """Return the number of optimizer steps in an epoch, which may be a fraction."""
     rollout = config.algorithm.rollout
     if rollout is None:
         return data.epoch / batch.global_samples

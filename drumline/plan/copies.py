@@ -9,7 +9,8 @@ from drumline.config.strategy import StrategyConfig
 def copied_over(strategy: StrategyConfig, mesh: Mesh) -> tuple[Dimension, ...]:
     """Return the dimensions of the mesh along which ranks hold the same bits after each step.
 
-    There is none if copies of the model drift apart between exchanges.
+    `ep` is none of them: along it, ranks hold different experts. The result is empty if copies of the
+    model drift apart between exchanges.
     """
     if strategy.exchange is not None:
         return ()
@@ -23,10 +24,10 @@ def copied_over(strategy: StrategyConfig, mesh: Mesh) -> tuple[Dimension, ...]:
 def same_weights(strategy: StrategyConfig, mesh: Mesh) -> list[list[int]]:
     """Return the sets of ranks that hold the same weights, each in ascending order."""
     copied = copied_over(strategy, mesh)
-    # Ranks of a set have the same place along all other dimensions.
+    # Ranks of a set have the same coordinate in all other dimensions.
     sets: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world_size):
-        place = mesh.coordinates(rank)
-        key = tuple(place[name] for name in DIMENSIONS if name not in copied)
+        coordinates = mesh.coordinates(rank)
+        key = tuple(coordinates[name] for name in DIMENSIONS if name not in copied)
         sets.setdefault(key, []).append(rank)
     return list(sets.values())

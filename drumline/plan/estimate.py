@@ -1,6 +1,6 @@
 """The planner's estimate of one layout: memory, seconds and bytes sent, and whether it fits.
 
-These are values without computation; `planner.cost.times` computes them.
+`planner.cost.times` computes the values; here they are only added up and compared.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from pydantic import Field
 
 from drumline.config.section import Frozen
 
-Ends = tuple[float, float]
-# Bytes of a process that has imported torch, transformers and DeepSpeed: 349 MiB were resident on a
-# CPU. What CUDA's libraries add is not known.
+# A lower and an upper bound.
+Interval = tuple[float, float]
+# Bytes of a process that has imported torch, transformers and DeepSpeed. 349 MiB were resident on a
+# CPU; the bytes of CUDA's libraries are not known.
 PROCESS = 400 * 2**20
-# Nine of ten runs are between the ends of an estimate, so one in twenty is above the upper end.
+# Nine of ten runs are within the interval of an estimate, so one in twenty is above it.
 ABOVE_UPPER_END = 1 / 20
 
 
 class Memory(Frozen):
     """Bytes on the rank that holds most.
 
-    Parameters, gradients and the optimizer's state exist between steps (gradients: at the end of
-    backward). The other categories come on top of them at the peak, which is in `phase`. `peak`
-    counts tensors, as torch's allocator does (max_memory_allocated).
+    `parameters` and `optimizer` are there between steps, and `gradients` at the end of backward. The
+    other categories are those at the peak, which is in `phase`. `peak` counts tensors, as torch's
+    max_memory_allocated does.
     """
 
     parameters: int
@@ -35,14 +36,14 @@ class Memory(Frozen):
     activations: int
     logits: int
     buffers: int = Field(
-        description="Gathered weights, reduction and communication buffers, copies of a step."
+        description="Gathered weights, buffers of reductions and communication, copies in a step."
     )
     overhead: int = Field(
-        description="What torch does not own: context, kernels, communicators' memory."
+        description="Memory outside of torch's allocator: CUDA's context, kernels, communicators."
     )
     peak: int
     reserved: int = Field(
-        description="What the allocator holds at the peak, fragmentation included, plus `overhead`: what must fit."
+        description="Bytes that must fit: what the allocator holds at the peak, fragmentation included, plus `overhead`."
     )
     phase: Literal["forward", "loss", "backward", "clip", "step", "rollout"]
     phases: dict[str, int] = Field(
@@ -52,10 +53,10 @@ class Memory(Frozen):
 
 
 class HostMemory(Frozen):
-    """Bytes of all ranks of a host together.
+    """Bytes of all ranks of a host together, at the peak of each part of a run.
 
-    `load`: while weights are loaded. `train`: while it trains. `save`: while it saves. `export`:
-    while rank 0 exports the model.
+    `load`: while weights are loaded. `train`: in training. `save`: while a checkpoint is saved.
+    `export`: while rank 0 exports the model at the end.
     """
 
     load: int
@@ -65,22 +66,19 @@ class HostMemory(Frozen):
 
     @property
     def most(self) -> int:
-        """The most at any time."""
+        """The largest of all four."""
         return max(self.running, self.export)
 
     @property
     def running(self) -> int:
-        """The most before the end of the run, without the export.
-
-        `drumline export` can do that later and elsewhere.
-        """
+        """The largest without the export, which `drumline export` can do later and elsewhere."""
         return max(self.load, self.train, self.save)
 
 
 class Traffic(Frozen):
     """Bytes that a rank sends in one optimizer step, by kind of collective.
 
-    They are means over the ranks, and counted as `telemetry.traffic` counts them.
+    They are means over the ranks. `telemetry.traffic` measures the same quantities.
     """
 
     all_reduce: float = 0.0
@@ -147,26 +145,26 @@ class Estimate(Frozen):
     host_limit: int | None = None
     host_assumed: bool = Field(
         False,
-        description="`host_limit` is what such machines usually have; then the export at the end may be above it.",
+        description="`host_limit` is assumed: what such machines usually have. Then the export at the end may need more.",
     )
     calibrated: bool = Field(
         False,
-        description="Seconds are by rates that `drumline calibrate` measured; otherwise by datasheets.",
+        description="Seconds are based on rates that `drumline calibrate` measured; otherwise on datasheets.",
     )
-    memory_range: Ends = Field(
+    memory_range: Interval = Field(
         (1.0, 1.0),
-        description="Ends of what is reserved, as multiples of the estimate: nine of ten such runs lay between them (planner.cost.fitted).",
+        description="Interval of `memory.reserved`, as multiples of it: nine of ten such runs were within (planner.cost.fitted).",
     )
-    seconds_range: Ends = Field(
+    seconds_range: Interval = Field(
         (1.0, 1.0),
-        description="The same of the seconds of a step.",
+        description="Interval of the seconds of a step, as multiples of the estimate.",
     )
 
     @property
     def host_fits(self) -> bool:
-        """Whether the ranks of a host fit into its memory.
+        """Whether the ranks of a host fit into the host's memory.
 
-        If that memory is assumed, the export at the end does not count.
+        The export at the end does not count if `host_limit` is assumed.
         """
         if self.host_limit is None:
             return True
@@ -174,8 +172,8 @@ class Estimate(Frozen):
         return needs <= self.host_limit
 
     @property
-    def needs(self) -> Ends:
-        """The bytes of a device that the run needs, at both ends of the estimate."""
+    def needs(self) -> Interval:
+        """The interval of the bytes that the run needs on a device."""
         low, high = self.memory_range
         return low * self.memory.reserved, high * self.memory.reserved
 
@@ -183,8 +181,8 @@ class Estimate(Frozen):
     def verdict(self) -> Literal["fits", "tight", "no"]:
         """Whether the run fits into memory.
 
-        fits: even if it needs the upper end of the estimate. tight: if it needs what is estimated.
-        no: not even then, or the host has too little memory.
+        fits: the upper bound of `needs` fits, too. tight: the estimate fits, its upper bound does not.
+        no: the estimate does not fit, or the host has too little memory.
         """
         if not self.host_fits or self.memory.reserved > self.limit:
             return "no"
@@ -194,8 +192,8 @@ class Estimate(Frozen):
     def risk(self) -> float:
         """The chance that a device runs out of memory: 0 if the verdict is fits, 1 if it is no.
 
-        A tight plan gets the chance of a log-normal distribution through two points: half of all
-        runs need more than the estimate, and one in twenty needs more than its upper end.
+        For a tight plan it is that of a log-normal distribution through two points: half of all runs
+        need more than the estimate, and one in twenty needs more than its upper bound.
         """
         if self.verdict == "fits":
             return 0.0
@@ -210,41 +208,46 @@ class Estimate(Frozen):
 class Activations(Frozen):
     """Bytes of activations for each token of a micro-batch, of the whole model on one rank.
 
-    They hold for a layout's length, precision, checkpointing, adapter and tensor parallelism.
+    They depend on a layout's length, precision, checkpointing, adapter and tensor parallelism.
     Tokens are rows × length; under context parallelism, those of this rank's part. Gradients of
     weights do not count.
 
-    When the objective begins, n × saved_block + saved_ends are kept, for n blocks. live_forward and
-    live_backward come on top of what is kept of the blocks up to the one that computes, and include
-    the ends. live_loss and live_loss_backward come on top of all that is kept.
+    With n blocks, the bytes of a token at different moments are:
+        n × saved_block + saved_ends when the objective begins;
+        k × saved_block + live_forward at the peak of block k (1 … n) in forward;
+        k × saved_block + live_backward at the peak of block k in backward;
+        n × saved_block + saved_ends + live_loss at the peak of the objective;
+        n × saved_block + saved_ends + live_loss_backward at the peak of its backward.
+    So live_forward and live_backward include saved_ends.
     """
 
-    saved_block: float = Field(description="Kept from a block's forward to its backward.")
+    saved_block: float = Field(description="Kept by a block from its forward to its backward.")
     saved_ends: float = Field(
-        description="The same of embedding, last norm and head's input; logits are not counted."
+        description="Kept outside of the blocks: of the embedding, the last norm and the head's input, without logits."
     )
     live_forward: float = Field(
-        description="On top of what is saved, while a block computes forward."
+        description="Besides what this block and those before it keep, while a block computes forward."
     )
     live_backward: float = Field(
-        description="The same while it computes backward, recomputation included."
+        description="The same while a block computes backward, recomputation included."
     )
     live_loss: float | None = Field(
-        None, description="On top of what is saved, while the objective computes; None: not traced."
+        None,
+        description="Besides all that is kept, while the objective computes; None: not traced.",
     )
     live_loss_backward: float | None = Field(
-        None, description="The same in its backward, before any block's."
+        None, description="The same in the objective's backward, before that of the blocks."
     )
     copies: tuple[int, int] | None = Field(
         None,
-        description="Bytes, not by token, of (a block, the ends; what the first block has less is taken off): weights in a lower "
-        "precision that autocast holds in forward. None: not traced.",
+        description="Bytes, not by token, of weights in lower precision that autocast caches in forward: (of each block, of all outside "
+        "of the blocks). The second may be negative, if the first block has fewer than the others. None: not traced.",
     )
     copies_kept: tuple[int, int] = Field(
-        (0, 0), description="Of these, what is there until backward."
+        (0, 0), description="Bytes of `copies` that are cached until backward."
     )
     offloaded: float = Field(
         0.0,
-        description="Bytes of a token that a block moves to host memory (the last two keep theirs).",
+        description="Bytes of a token that each block but the last two moves to host memory.",
     )
     source: Literal["formula", "trace"] = "formula"

@@ -14,7 +14,7 @@ EXPORT_FAILED = "the run is finished and its weights are saved, but the export f
 
 
 def size(bytes_: float) -> str:
-    """Return bytes in the largest binary unit that keeps them above one: 2.01 GiB."""
+    """Return a number of bytes in the largest binary unit that does not exceed it: 2.01 GiB."""
     if abs(bytes_) < 1024:
         return f"{bytes_:.0f} B"
     for unit in ("KiB", "MiB", "GiB"):
@@ -25,7 +25,7 @@ def size(bytes_: float) -> str:
 
 
 def count(number: float) -> str:
-    """Return a count as models are named: 134.5M, 8.03B."""
+    """Return a number with a suffix, as models are named: 134.5M, 8.03B."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= scale:
             return f"{number / scale:.4g}{unit}"
@@ -33,12 +33,12 @@ def count(number: float) -> str:
 
 
 def strategy_name(plan: Plan) -> str:
-    """Return the name of what the plan runs, with all parts of a mix: `ddp`, `fsdp2 × tp 2`."""
+    """Return the strategy of a plan with its degrees of parallelism: `ddp`, `fsdp2 × tp 2`."""
     return plan.config.strategy.title(plan.data_parallel, plan.mesh)
 
 
 def way_to_export(plan: Plan) -> str:
-    """Say how to get the model of a finished run after its export has failed."""
+    """Return how to get the model of a finished run whose export has failed."""
     config = plan.config
     if config.has_own_module:
         return "drumline train with --resume exports again, and trains nothing"
@@ -58,19 +58,19 @@ def plan_line(plan: Plan) -> str:
         named_model(plan),
         f"{config.algorithm.kind} {strategy_name(plan)} on {devices} × {plan.device}",
         plan.precision,
-        plan.batch.rule(plan.mesh.data_ranks),
+        plan.batch.describe_product(plan.mesh.data_ranks),
         f"{steps} steps",
         f"lr {plan.lr:g} {config.schedule.kind}",
     ]
     estimate = plan.predicted.estimate
     if estimate:
-        peak = size(estimate.memory.reserved)
-        parts.append(f"{peak} of {size(estimate.limit)} a rank at its peak")
+        reserved = size(estimate.memory.reserved)
+        parts.append(f"{reserved} of {size(estimate.limit)} reserved a rank at its peak")
     return " · ".join(parts)
 
 
 def named_model(plan: Plan) -> str:
-    """Return the model's name and number of parameters."""
+    """Return the model's name and its number of parameters, as far as it is known."""
     model = plan.config.model
     full_name = model.builder or model.id or model.config.get("model_type", "model")
     name = full_name.removeprefix("package:").rstrip("/").split("/")[-1]
@@ -84,12 +84,10 @@ def named_model(plan: Plan) -> str:
 
 
 def explain(plan: Plan) -> str:
-    """Return the whole plan: its numbers, and why they were chosen if the user left it open."""
+    """Return the whole plan as lines: its numbers, and why those were chosen that were left open."""
     config = plan.config
     steps = "known once the data is prepared" if plan.steps is None else plan.steps
-    memory = f"activation checkpointing {checkpointing(plan)}, offload {plan.offload}"
-    if config.memory.activation_offload:
-        memory += " and activations"
+    memory = f"activation checkpointing {checkpointing(plan)}, offload {_describe_offload(plan)}"
     rows = [
         ("run folder", plan.run_dir),
         ("model", _model(plan)),
@@ -99,7 +97,7 @@ def explain(plan: Plan) -> str:
             f"{plan.engine}, {strategy_name(plan)}, {plan.backend} on {plan.device}, {plan.precision}",
         ),
         ("memory", memory),
-        ("batch", plan.batch.rule(plan.mesh.data_ranks)),
+        ("batch", plan.batch.describe_product(plan.mesh.data_ranks)),
     ]
     if plan.pipeline:
         rows.append(("pipeline", _stages(plan.pipeline, plan.mesh.pp)))
@@ -117,6 +115,21 @@ def explain(plan: Plan) -> str:
     return "\n".join(f"{name:<14} {value}" for name, value in rows)
 
 
+def _describe_offload(plan: Plan) -> str:
+    """Return what is kept on the host or on NVMe: `none`, `cpu`, `cpu and activations`.
+
+    A place by itself stands for all that the strategy offloads.
+    """
+    parts = []
+    if plan.offload != "none":
+        parts.append(plan.offload)
+    if plan.config.optimizer.offload:
+        parts.append("optimizer states")
+    if plan.config.memory.activation_offload:
+        parts.append("activations")
+    return " and ".join(parts) or "none"
+
+
 def _mesh(plan: Plan) -> str:
     """Return the degree of each dimension: `pp 1 × replicate 2 × … = 2 ranks`."""
     degrees = [f"{name} {degree}" for name, degree in plan.mesh.model_dump().items()]
@@ -124,7 +137,7 @@ def _mesh(plan: Plan) -> str:
 
 
 def _stages(pipeline: PipelinePlan, ranks: int) -> str:
-    """Return the schedule of a pipeline, and the layers of each of its stages."""
+    """Return the schedule of a pipeline, and the rank and the layers of each stage."""
     parts: list[str] = [pipeline.schedule]
     for index, (first, end) in enumerate(pipeline.layers):
         parts.append(f"stage {index} on rank {index % ranks}: layers {first}–{end - 1}")
@@ -134,7 +147,7 @@ def _stages(pipeline: PipelinePlan, ranks: int) -> str:
 
 
 def describe_data(plan: Plan) -> str:
-    """Return the number of samples, if the data is prepared."""
+    """Return the numbers of samples, or how to prepare the data if it is not."""
     data = plan.data
     if not data:
         return "not prepared yet: `drumline prepare` or `drumline train` does it"
@@ -146,14 +159,14 @@ def describe_data(plan: Plan) -> str:
 
 
 def _predicted(plan: Plan) -> list[tuple[str, str]]:
-    """Return the rows of what is predicted of a rank."""
+    """Return the rows about predictions: weights without adapter, memory and FLOPs."""
     predicted = plan.predicted
     rows = [("adapter", line) for line in predicted.unadapted]
     estimate = predicted.estimate
     if estimate:
         memory = estimate.memory
         state = size(memory.parameters + memory.gradients + memory.optimizer)
-        peak = f"{size(memory.reserved)} of {size(estimate.limit)}, in {memory.phase}"
+        peak = f"{size(memory.reserved)} of {size(estimate.limit)} reserved, in {memory.phase}"
         rows.append(("state a rank", f"{state} of weights, gradients and moments"))
         rows.append(("peak a rank", peak))
     if predicted.flops_per_token:
@@ -162,7 +175,7 @@ def _predicted(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _model(plan: Plan) -> str:
-    """Return the model, and where its weights or its shape come from."""
+    """Return the model, and the source of its weights or its shape."""
     model = plan.config.model
     if model.builder is not None:
         return f"a module of your own ← {model.builder}"
@@ -179,22 +192,22 @@ def _warm_up(plan: Plan) -> str:
 
 
 def checkpointing(layout: Layout) -> str:
-    """Return the kind of activation checkpointing, and the number of blocks if it is not of all."""
+    """Return the kind of activation checkpointing, with the number of blocks if not all have it."""
     blocks = layout.config.memory.checkpointed_blocks
-    if blocks:
+    if blocks is not None:
         return f"{layout.activation_checkpointing} of {blocks} blocks"
     return layout.activation_checkpointing
 
 
-def flow(value: Any) -> str:
+def flow_style(value: Any) -> str:
     """Return a value as YAML writes it on one line: `fsdp2`, `{kind: fsdp2, tp: 2}`."""
     if isinstance(value, dict):
         if set(value) == {"kind"}:
             return str(value["kind"])
-        pairs = [f"{key}: {flow(inner)}" for key, inner in value.items()]
+        pairs = [f"{key}: {flow_style(inner)}" for key, inner in value.items()]
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(flow, value)) + "]"
+        return "[" + ", ".join(map(flow_style, value)) + "]"
     if isinstance(value, bool):
         return str(value).lower()
     if value is None:
@@ -203,5 +216,5 @@ def flow(value: Any) -> str:
 
 
 def default_run_dir(config_path: Path) -> str:
-    """Return runs/<name of the YAML>, below the current folder."""
+    """Return the run folder of a YAML without run.dir: `runs/` and the YAML's name."""
     return str(Path("runs") / config_path.stem)

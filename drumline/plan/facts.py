@@ -25,8 +25,9 @@ TP_STYLES = frozenset(
 LINEAR = ("Linear", "Conv1D")
 # cuBLAS's fp8 kernels need both sides of a weight to be multiples of this.
 MULTIPLE = 16
-# Parts of the names of weights that OPT and similar models declare before the blocks and run after.
-LAST = ("final", "project_out", "ln_f")
+# A weight that is declared before the blocks runs after them if its name contains one of these, as in
+# OPT and similar models.
+RUN_AFTER_BLOCKS = ("final", "project_out", "ln_f")
 # models.packed: codes are kept in whole entries of 8 columns, and scales are of whole blocks.
 PACKED_COLUMNS = 8
 PACKED_BLOCK = 256
@@ -35,18 +36,19 @@ PACKED_BLOCK = 256
 ENTRIES_PER_SCALE = 64
 SCALES_PER_GROUP = 256
 FP32_BYTES = 4
-Place = Literal["block", "before", "after", "both"]
+Position = Literal["block", "before", "after", "both"]
 
 
 class Weight(NamedTuple):
     """A parameter of a model.
 
     `name`: the name inside its block; the name in the model if it is outside of blocks.
-    `style`: how tensor parallelism cuts its layer, one of TP_STYLES. Embedding and head are cut over
-    the vocabulary.
+    `style`: how tensor parallelism cuts its layer, one of TP_STYLES. It is `embedding` or `head` for
+    those two, which are cut over the vocabulary, and empty if nothing is cut.
     `owners`: classes of the modules around it, from its block's to the innermost.
-    `place`: where it is among the blocks; `both` is a head that is tied to the embedding.
-    `apart`: the number of data ranks that it has been cut over already (`experts_over`).
+    `position`: in a block, or before or after all blocks; `both` is an embedding that is also the head.
+    `ep_degree`: the number of data ranks over which `with_local_experts` has cut it. Then `shape` is
+    that of one rank, and FSDP2 cuts it over the remaining ranks.
     """
 
     name: str
@@ -54,8 +56,8 @@ class Weight(NamedTuple):
     trainable: bool = True
     style: str = ""
     owners: tuple[str, ...] = ()
-    place: Place = "block"
-    apart: int = 1
+    position: Position = "block"
+    ep_degree: int = 1
 
     @property
     def numel(self) -> int:
@@ -87,8 +89,8 @@ class Weight(NamedTuple):
 class ModelFacts:
     """Sizes and properties of a model, without its weights.
 
-    Numbers of parameters count tied ones once. FLOPs are those of the matrix products of one token,
-    forward and backward.
+    Numbers of parameters count a tied head once, except that `head_parameters` repeats it. FLOPs are
+    those of the matrix products of one token, forward and backward.
     """
 
     name: str
@@ -102,30 +104,32 @@ class ModelFacts:
     kv_heads: int = 1
     # Entries of an attention head.
     head_dim: int = 0
-    # Words of the tensor-parallel plan that the model carries; empty if it has none.
+    # Styles in the tensor-parallel plan that transformers has for the model; empty if it has none.
     tp_styles: frozenset[str] = frozenset()
-    # Under this plan, a rank holds some of the attention heads.
+    # Under this plan, a rank has a part of the attention heads.
     tp_cuts_heads: bool = False
-    # Why the model's own code does not run on one rank's part; empty if it does, or is not known.
+    # The reason against tensor parallelism, if the model's own code fails on one rank's part; empty if
+    # it runs, or this is not known.
     tp_failure: str = ""
     batch_norms: int = 0
     # Names of the classes of its modules.
     classes: frozenset[str] = frozenset()
-    # Parameters that are not trained, such as those below adapters.
+    # Parameters that are not trained, as under an adapter.
     frozen: int = 0
     # Parameters of each block in order; empty if the model has no single list of blocks.
     block_parameters: tuple[int, ...] = ()
     # Parameters of everything before the first block.
     embedding_parameters: int = 0
-    # Parameters of everything after the last block. A head tied to the embedding counts here too.
+    # Parameters of everything after the last block. A head that is tied to the embedding counts here
+    # and in `embedding_parameters`, because the first and the last stage of a pipeline each hold it.
     head_parameters: int = 0
     # FLOPs of one block's attention, besides its weight matrices.
     attention_flops: float = 0.0
-    # A token attends to later ones too, as in BERT: batches carry an attention mask.
+    # Tokens attend to later ones, too, as in BERT, so batches carry an attention mask.
     bidirectional: bool = False
     # The id of the first token's position; None if the model takes no positions.
     first_position: int | None = 0
-    # Images stand among its tokens.
+    # It is a vision-language model: images stand among its tokens.
     vision_language: bool = False
     # FLOPs of the vision tower, for each token that stands for a part of an image.
     flops_per_image_token: float = 0.0
@@ -133,11 +137,11 @@ class ModelFacts:
     block_weights: tuple[tuple[Weight, ...], ...] = ()
     # Weights outside of the blocks. A tied head is its embedding.
     end_weights: tuple[Weight, ...] = ()
-    # It caps or scales the logits, so they are computed whole whatever loss_chunk is.
+    # It caps or scales the logits, so all are computed at once, whatever loss_chunk is.
     changes_logits: bool = False
-    # Its config sets the loss that balances a mixture's experts.
+    # Its config adds the loss that balances the experts of a mixture.
     trains_router: bool = False
-    # Its class has no attention in tiles: all attention scores are kept.
+    # Its class computes attention without fused kernels, and keeps all attention scores.
     keeps_scores: bool = False
     # Attention scores are soft-capped before the softmax.
     caps_scores: bool = False
@@ -147,22 +151,23 @@ class ModelFacts:
     drops_stream: bool = False
     # Its blocks have activation checkpointing.
     recomputes: bool = True
-    # Why its attention takes a mask; empty if the lengths of documents are enough.
+    # The reason why its attention takes a mask; empty if the lengths of documents are enough.
     needs_mask: str = ""
-    # Why its residual stream cannot be cut over tp ranks; empty if it can.
+    # The reason against sequence parallelism, which cuts the residual stream over tp ranks; empty if
+    # there is none.
     whole_stream: str = "it has no tensor-parallel plan"
-    # Experts of a mixture's layer, and how many of them take a token.
+    # Experts in a mixture's layer, and how many of them a token passes through.
     experts: int = 0
     experts_per_token: int = 0
-    # Why its sequences cannot be cut over ranks; empty if they can.
+    # The reason against context parallelism, which cuts sequences over ranks; empty if there is none.
     whole_sequences: str = ""
-    # Why its blocks cannot be stages of a pipeline, judged by its modules; empty if they may be.
+    # The reason against a pipeline, by its modules; empty if its blocks may be stages.
     uncut: str = ""
     # Some layers attend to a window or a chunk of the tokens before.
     windows: bool = False
     # Bytes of what modules keep besides parameters, such as tables of rotary embeddings.
     buffer_bytes: int = 0
-    # The models that an algorithm needs besides this one.
+    # The facts of the models besides the policy, by role; empty for a role.
     roles: Mapping[str, ModelFacts] = field(default_factory=dict)
 
     def __hash__(self) -> int:
@@ -190,32 +195,53 @@ class ModelFacts:
 
     @cached_property
     def parameters_before(self) -> tuple[int, ...]:
-        """Parameters of the blocks before each block; the last entry counts all blocks.
+        """The number of parameters in the blocks before each block; the last entry counts all blocks.
 
-        Cutting a pipeline sums up thousands of ranges of blocks.
+        Differences of two entries are cheap, and cutting a pipeline tries thousands of ranges.
         """
         return (0, *accumulate(self.block_parameters))
 
     @cached_property
+    def active_parameters_before(self) -> tuple[float, ...]:
+        """The same as `parameters_before`, counting only parameters that multiply a token.
+
+        Of a mixture's experts these are the ones that its router chooses.
+        """
+        blocks = range(len(self.block_parameters))
+        return (0, *accumulate(map(self._active_parameters, blocks)))
+
+    def _active_parameters(self, block: int) -> float:
+        """Return the number of a block's parameters that multiply a token."""
+        parameters = self.block_parameters[block]
+        if not self.experts or not self.block_weights:
+            return parameters
+        in_experts = 0
+        for weight in self.block_weights[_blocks_ahead(self) + block]:
+            if weight.style == "experts":
+                # `numel` counts the experts of one expert-parallel rank.
+                in_experts += weight.numel * weight.ep_degree
+        return parameters - in_experts * (1 - self.experts_per_token / self.experts)
+
+    @cached_property
     def kinds_of_blocks(self) -> tuple[tuple[tuple[Weight, ...], int], ...]:
-        """The different blocks, each with the number of blocks like it."""
+        """Each different block once, with the number of blocks that are equal to it."""
         return tuple(Counter(self.block_weights).items())
 
     @cached_property
     def first_of_kind(self) -> tuple[int, ...]:
-        """The index of the first block that is equal to it, for each of `block_weights`."""
+        """For each of `block_weights` the index of the first block that is equal to it."""
         return tuple(self.block_weights.index(block) for block in self.block_weights)
 
 
-def of_mlp(block: Iterable[Weight]) -> int:
-    """Return the number of parameters of a block's feed-forward part."""
+def mlp_parameters(block: Iterable[Weight]) -> int:
+    """Return the number of parameters in a block's feed-forward part."""
     return sum(weight.numel for weight in block if weight.name.startswith("mlp."))
 
 
-def chunkable(facts: ModelFacts) -> bool:
-    """Return whether the feed-forward part of each block treats tokens one by one.
+def has_chunkable_mlp(facts: ModelFacts) -> bool:
+    """Return whether each block has a feed-forward part that computes tokens one by one.
 
-    A dense feed-forward part does; the router of a mixture sees all tokens.
+    Then it can be computed in chunks (memory.mlp_chunk). The router of a mixture sees all tokens.
     """
     for block, _ in facts.kinds_of_blocks:
         names = [weight.name for weight in block if weight.name.startswith("mlp.")]
@@ -228,7 +254,7 @@ def chunkable(facts: ModelFacts) -> bool:
 
 def takes_fp8(weight: Weight) -> bool:
     """Return whether a weight is multiplied in fp8 if the run's precision is fp8."""
-    if weight.place != "block" or len(weight.shape) != 2:
+    if weight.position != "block" or len(weight.shape) != 2:
         return False
     if weight.owners[-1:] != ("Linear",):
         return False
@@ -236,9 +262,9 @@ def takes_fp8(weight: Weight) -> bool:
 
 
 def with_length(facts: ModelFacts, old: int, new: int) -> ModelFacts:
-    """Return the facts for training rows of `new` tokens in place of `old`.
+    """Return facts that were made for rows of `old` tokens as they are for rows of `new` tokens.
 
-    FLOPs of attention are in proportion to the length (PaLM's count, see models.load.facts).
+    FLOPs of attention are proportional to the length (PaLM's count, see models.load).
     """
     attention = facts.attention_flops * new / old
     flops = facts.flops_per_token + facts.layers * (attention - facts.attention_flops)
@@ -246,8 +272,8 @@ def with_length(facts: ModelFacts, old: int, new: int) -> ModelFacts:
     return replace(facts, attention_flops=attention, flops_per_token=flops, roles=roles)
 
 
-def packs(shape: tuple[int, ...]) -> bool:
-    """Return whether models.packed packs a frozen matrix of this shape.
+def is_packable(shape: tuple[int, ...]) -> bool:
+    """Return whether QLoRA (models.packed) can pack a frozen matrix of this shape.
 
     Its rows must fill whole entries of codes, and its entries whole blocks of scales.
     """
@@ -257,18 +283,18 @@ def packs(shape: tuple[int, ...]) -> bool:
 
 
 def is_packed(weight: Weight) -> bool:
-    """Return whether a weight is packed if the run packs frozen linear layers."""
-    if weight.trainable or weight.place != "block":
+    """Return whether a weight is packed in a run that packs frozen linear layers (QLoRA)."""
+    if weight.trainable or weight.position != "block":
         return False
-    return weight.is_of_linear_layer and packs(weight.shape)
+    return weight.is_of_linear_layer and is_packable(weight.shape)
 
 
 @lru_cache(maxsize=64)
-def packed(facts: ModelFacts, bits: int, width: int) -> ModelFacts:
-    """Return the facts of a model whose frozen linear layers are packed in `bits` bits.
+def with_packed_layers(facts: ModelFacts, bits: int, width: int) -> ModelFacts:
+    """Return the facts of a model after its frozen linear layers are packed in `bits` bits an entry.
 
-    Each of these layers is kept as a matrix of fewer columns. The entries of this matrix have
-    `width` bytes and hold the codes. FLOPs and activations stay those of the model before.
+    The weight of each of these layers becomes a matrix of codes, which has fewer columns and entries
+    of `width` bytes. Numbers of parameters count these entries. FLOPs do not change.
     """
     packed_blocks = {}
     saved = 0
@@ -293,7 +319,7 @@ def packed(facts: ModelFacts, bits: int, width: int) -> ModelFacts:
 
 
 def _packed_weight(weight: Weight, bits: int, width: int) -> Weight:
-    """Return a weight with the shape of its codes, whose entries have `width` bytes."""
+    """Return a weight with the shape of its codes if it is packed, and else as it is."""
     if not is_packed(weight):
         return weight
     rows, columns = weight.shape
@@ -301,19 +327,19 @@ def _packed_weight(weight: Weight, bits: int, width: int) -> Weight:
 
 
 def _blocks_ahead(facts: ModelFacts) -> int:
-    """Return the number of units before the list of blocks that pipelines cut: a vision tower's."""
+    """Return the number of blocks before those that pipelines cut: the blocks of a vision tower."""
     return len(facts.block_weights) - len(facts.block_parameters)
 
 
 @lru_cache(maxsize=1024)
-def packed_scales(facts: ModelFacts, mine: Part, bits: int) -> tuple[int, int]:
+def packed_scales(facts: ModelFacts, model_part: PipelinePart, bits: int) -> tuple[int, int]:
     """Return the bytes of scales of a part's packed layers, and the entries of the largest layer.
 
     The layout of the scales is that of models.packed.
     """
     scales = 0
     largest = 0
-    for weight, number in weights_in(facts, mine):
+    for weight, number in part_weights(facts, model_part):
         if is_packed(weight):
             scales += number * _scale_bytes(weight.numel, bits)
             largest = max(largest, weight.numel)
@@ -333,14 +359,14 @@ class Sizes:
     """Numbers of entries of some weights on one rank.
 
     `largest`: entries of the largest trainable weight.
-    `low`: frozen entries in weights of two dimensions and more.
-    `matrices`: trainable and frozen entries in such weights.
+    `matrices`: trainable and frozen entries in weights of two dimensions and more.
+    `frozen_matrices`: the frozen ones of these, which are kept in low precision.
     """
 
     trainable: int = 0
     frozen: int = 0
     largest: int = 0
-    low: int = 0
+    frozen_matrices: int = 0
     matrices: int = 0
 
     def __add__(self, other: Sizes) -> Sizes:
@@ -348,7 +374,7 @@ class Sizes:
             trainable=self.trainable + other.trainable,
             frozen=self.frozen + other.frozen,
             largest=max(self.largest, other.largest),
-            low=self.low + other.low,
+            frozen_matrices=self.frozen_matrices + other.frozen_matrices,
             matrices=self.matrices + other.matrices,
         )
 
@@ -374,8 +400,8 @@ def cut_dimension(weight: Weight) -> int | None:
     return None
 
 
-def part(weight: Weight, tp: int, shards: int, rank: int = 0) -> int:
-    """Return the entries of a weight on tensor-parallel rank `rank` of `tp`.
+def local_numel(weight: Weight, tp: int, shards: int, rank: int = 0) -> int:
+    """Return the number of a weight's entries on tensor-parallel rank `rank` of `tp`.
 
     Tensor parallelism cuts the dimension of the weight's style, then FSDP2 cuts the first dimension
     over `shards` ranks. Both cut as torch.chunk does, in parts of ceil(size / ranks), so the first
@@ -389,42 +415,43 @@ def part(weight: Weight, tp: int, shards: int, rank: int = 0) -> int:
             left = shape[cut] - rank * size
             shape[cut] = max(0, min(size, left))
     if shape and shards > 1:
-        shape[0] = math.ceil(shape[0] / max(1, shards // weight.apart))
+        shape[0] = math.ceil(shape[0] / max(1, shards // weight.ep_degree))
     return math.prod(shape)
 
 
-def sizes(weights: Iterable[Weight], tp: int, shards: int, number: int = 1) -> Sizes:
-    """Return the entries of weights cut into tp × shards parts.
+def local_sizes(weights: Iterable[Weight], tp: int, shards: int, number: int = 1) -> Sizes:
+    """Return the sizes of weights on the first rank, which has most, of tp × shards ranks.
 
     `number`: how many there are of each weight.
     """
-    trainable = frozen = largest = low = matrices = 0
+    trainable = frozen = largest = frozen_matrices = matrices = 0
     for weight in weights:
-        each = part(weight, tp, shards)
-        here = number * each
-        in_matrix = 0
+        entries_of_one = local_numel(weight, tp, shards)
+        entries = number * entries_of_one
+        entries_in_matrices = 0
         if len(weight.shape) >= 2:
-            in_matrix = here
-        matrices += in_matrix
+            entries_in_matrices = entries
+        matrices += entries_in_matrices
         if weight.trainable:
-            trainable += here
-            largest = max(largest, each)
+            trainable += entries
+            largest = max(largest, entries_of_one)
         else:
-            frozen += here
-            low += in_matrix
-    return Sizes(trainable, frozen, largest, low, matrices)
+            frozen += entries
+            frozen_matrices += entries_in_matrices
+    return Sizes(trainable, frozen, largest, frozen_matrices, matrices)
 
 
 @lru_cache(maxsize=256)
-def experts_over(facts: ModelFacts, ep: int) -> ModelFacts:
-    """Return the facts with the experts that one of `ep` ranks holds.
+def with_local_experts(facts: ModelFacts, ep: int) -> ModelFacts:
+    """Return the facts with `block_weights` that have the experts of one of `ep` ranks.
 
-    Facts whose experts are cut already are returned as they are.
+    All numbers of parameters stay those of the whole model. Facts whose experts are cut already are
+    returned as they are.
     """
     if ep == 1:
         return facts
     for block, _ in facts.kinds_of_blocks:
-        if any(weight.apart > 1 for weight in block):
+        if any(weight.ep_degree > 1 for weight in block):
             return facts
     blocks = {}
     for block, _ in facts.kinds_of_blocks:
@@ -433,22 +460,23 @@ def experts_over(facts: ModelFacts, ep: int) -> ModelFacts:
 
 
 def _experts_of_rank(weight: Weight, ep: int) -> Weight:
-    """Return what one of `ep` ranks holds of a weight.
+    """Return the part of a weight that one of `ep` ranks holds.
 
-    It is a part if the weight has an entry for each expert, and else the whole.
+    It is the whole weight unless the first dimension counts experts.
     """
     if weight.style != "experts":
         return weight
     experts, *rest = weight.shape or (0,)
-    return weight._replace(shape=(math.ceil(experts / ep), *rest), apart=ep)
+    return weight._replace(shape=(math.ceil(experts / ep), *rest), ep_degree=ep)
 
 
 @dataclass(frozen=True)
-class Part:
-    """The part of a model on one rank of a pipeline, or on the only rank.
+class PipelinePart:
+    """The part of a model on one rank of a pipeline; the whole model without a pipeline.
 
     `stages`: the blocks [first, stop) of each of its stages, as indices of `ModelFacts.block_weights`.
-    `first`, `last`: whether it has the weights before the first block, and those after the last.
+    `first`: whether it has the weights before all blocks.
+    `last`: whether it has the weights after all blocks.
     """
 
     stages: tuple[tuple[int, int], ...]
@@ -462,129 +490,137 @@ class Part:
 
 
 @lru_cache(maxsize=4096)
-def part_of(
+def pipeline_part(
     facts: ModelFacts, layers: tuple[tuple[int, int], ...] = (), ranks: int = 1, rank: int = 0
-) -> Part:
-    """Return the part of rank `rank` of a pipeline of `ranks`.
+) -> PipelinePart:
+    """Return the part of a model on rank `rank` of a pipeline of `ranks` ranks.
 
-    `layers` has the blocks of each stage; if it is empty, the part is the whole model.
+    `layers` has the blocks [first, stop) of each stage; if it is empty, the part is the whole model.
     """
     if not layers:
-        return Part(((0, len(facts.block_weights)),))
+        return PipelinePart(((0, len(facts.block_weights)),))
     ahead = _blocks_ahead(facts)
-    mine = layers[rank::ranks]
-    stages = tuple((ahead + first, ahead + stop) for first, stop in mine)
-    has_last_block = mine[-1][1] == layers[-1][1]
-    return Part(stages, first=rank == 0, last=has_last_block)
+    model_part = layers[rank::ranks]
+    stages = tuple((ahead + first, ahead + stop) for first, stop in model_part)
+    has_last_block = model_part[-1][1] == layers[-1][1]
+    return PipelinePart(stages, first=rank == 0, last=has_last_block)
 
 
-def end_weights(facts: ModelFacts, mine: Part) -> list[Weight]:
-    """Return the weights of a part outside of the blocks.
+def non_block_weights(facts: ModelFacts, model_part: PipelinePart) -> list[Weight]:
+    """Return the weights of a part of the model that are outside of the blocks.
 
-    A tied weight is on both ends of a pipeline. It is listed once if one part has both ends.
+    A tied head is on the first and on the last rank of a pipeline. It is listed once if these are one.
     """
     weights = []
     for weight in facts.end_weights:
-        if weight.place == "both":
-            is_here = mine.first or mine.last
-        elif weight.place == "after" or _runs_last(weight):
-            is_here = mine.last
+        if weight.position == "both":
+            is_here = model_part.first or model_part.last
+        elif weight.position == "after" or _runs_last(weight):
+            is_here = model_part.last
         else:
-            is_here = mine.first
+            is_here = model_part.first
         if is_here:
             weights.append(weight)
     return weights
 
 
 def _runs_last(weight: Weight) -> bool:
-    """Return whether a weight is declared before the blocks and runs after them, as in OPT."""
-    return weight.place == "before" and any(word in weight.name for word in LAST)
+    """Return whether a weight is declared before the blocks but runs after them, as in OPT."""
+    return weight.position == "before" and any(word in weight.name for word in RUN_AFTER_BLOCKS)
 
 
-def end_unit(weight: Weight) -> str:
-    """Return `embedding` or `head` if a weight can be gathered with such a module alone.
+def _unit_of_non_block(weight: Weight) -> str:
+    """Return `embedding` or `head` if FSDP2 can gather a weight with this module alone.
 
-    For others the text is empty. A head that is tied to the embedding is used at both ends.
+    For all others the text is empty. A tied head is one of these: it is used before and after the
+    blocks.
     """
-    if weight.place == "before" and weight.owners[-1:] == ("Embedding",):
+    if weight.position == "before" and weight.owners[-1:] == ("Embedding",):
         return "embedding"
-    if weight.place == "after" and len(weight.shape) == 2:
+    if weight.position == "after" and len(weight.shape) == 2:
         return "head"
     return ""
 
 
 @lru_cache(maxsize=4096)
-def ends_by_unit(facts: ModelFacts, mine: Part, tp: int = 1) -> tuple[Sizes, Sizes, Sizes]:
-    """Return the entries of a part's embedding, its head, and the rest outside of its blocks."""
+def non_block_sizes_by_unit(
+    facts: ModelFacts, model_part: PipelinePart, tp: int = 1
+) -> tuple[Sizes, Sizes, Sizes]:
+    """Return the sizes of a part's embedding, its head, and its other weights outside of blocks."""
     by_unit: dict[str, list[Weight]] = {"embedding": [], "head": [], "": []}
-    for weight in end_weights(facts, mine):
-        by_unit[end_unit(weight)].append(weight)
+    for weight in non_block_weights(facts, model_part):
+        by_unit[_unit_of_non_block(weight)].append(weight)
     return (
-        sizes(by_unit["embedding"], tp, 1),
-        sizes(by_unit["head"], tp, 1),
-        sizes(by_unit[""], tp, 1),
+        local_sizes(by_unit["embedding"], tp, 1),
+        local_sizes(by_unit["head"], tp, 1),
+        local_sizes(by_unit[""], tp, 1),
     )
 
 
 @lru_cache(maxsize=4096)
-def rank_params(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
-    """Return the entries of a part of the model, cut into tp × shards parts."""
-    total = ends(facts, mine, tp, shards)
-    for block, number in _kinds(facts, mine).items():
-        total += sizes(facts.block_weights[block], tp, shards, number)
+def part_sizes(facts: ModelFacts, model_part: PipelinePart, tp: int = 1, shards: int = 1) -> Sizes:
+    """Return the sizes of a part of the model on the first rank, which has most, of tp × shards."""
+    total = non_block_sizes(facts, model_part, tp, shards)
+    for block, number in _kinds(facts, model_part).items():
+        total += local_sizes(facts.block_weights[block], tp, shards, number)
     return total
 
 
 @lru_cache(maxsize=4096)
-def ends(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
-    """Return the entries of a part's weights outside of the blocks, cut into tp × shards parts."""
-    return sizes(end_weights(facts, mine), tp, shards)
+def non_block_sizes(
+    facts: ModelFacts, model_part: PipelinePart, tp: int = 1, shards: int = 1
+) -> Sizes:
+    """Return the sizes of a part's weights outside of blocks on the first of tp × shards ranks."""
+    return local_sizes(non_block_weights(facts, model_part), tp, shards)
 
 
 @lru_cache(maxsize=4096)
-def largest_block(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
-    """Return the entries of a part's largest block, cut into tp × shards parts.
+def largest_block(
+    facts: ModelFacts, model_part: PipelinePart, tp: int = 1, shards: int = 1
+) -> Sizes:
+    """Return the sizes of a part's largest block on the first rank of tp × shards ranks.
 
     All are 0 if the part has no block.
     """
     largest = Sizes()
-    for block in _kinds(facts, mine):
-        size = sizes(facts.block_weights[block], tp, shards)
+    for block in _kinds(facts, model_part):
+        size = local_sizes(facts.block_weights[block], tp, shards)
         if size.entries > largest.entries:
             largest = size
     return largest
 
 
-def weights_in(facts: ModelFacts, mine: Part) -> Iterator[tuple[Weight, int]]:
-    """Yield the weights of a part of the model, each with the number of equal ones."""
-    for block, number in _kinds(facts, mine).items():
+def part_weights(facts: ModelFacts, model_part: PipelinePart) -> Iterator[tuple[Weight, int]]:
+    """Yield each different weight of a part of the model, with the number of equal ones."""
+    for block, number in _kinds(facts, model_part).items():
         for weight in facts.block_weights[block]:
             yield weight, number
-    for weight in end_weights(facts, mine):
+    for weight in non_block_weights(facts, model_part):
         yield weight, 1
 
 
-def _kinds(facts: ModelFacts, mine: Part) -> Counter[int]:
+def _kinds(facts: ModelFacts, model_part: PipelinePart) -> Counter[int]:
     """Return the number of a part's blocks of each kind, by the index of the first equal block."""
     numbers = Counter[int]()
-    for first, stop in mine.stages:
+    for first, stop in model_part.stages:
         numbers.update(facts.first_of_kind[first:stop])
     return numbers
 
 
 @lru_cache(maxsize=4096)
-def weights_of(facts: ModelFacts, staged: bool = False) -> tuple[tuple[Weight, int], ...]:
-    """Return a model's weights, each with the number of equal ones.
+def all_weights(facts: ModelFacts, staged: bool = False) -> tuple[tuple[Weight, int], ...]:
+    """Return each different weight of a model, with the number of equal ones.
 
-    With `staged`, a tied weight counts twice: it is on both ends of a pipeline.
-    If only the size of the model is known, the result is one trainable and one frozen weight.
+    `staged`: the model is cut into stages, and a tied head counts twice, since the first and the last
+    stage each hold it. If only the size of the model is known, the result is one trainable and one
+    frozen weight.
     """
     weights = []
     for block, number in facts.kinds_of_blocks:
         for weight in block:
             weights.append((weight, number))
     for weight in facts.end_weights:
-        if staged and weight.place == "both":
+        if staged and weight.position == "both":
             weights.append((weight, 2))
         else:
             weights.append((weight, 1))
@@ -596,12 +632,13 @@ def weights_of(facts: ModelFacts, staged: bool = False) -> tuple[tuple[Weight, i
 
 
 @lru_cache(maxsize=4096)
-def tp_ranks(facts: ModelFacts, tp: int) -> tuple[tuple[int, float], ...]:
-    """Return the tensor-parallel ranks with parts of other sizes, and the share of ranks like each.
+def weighted_tp_ranks(facts: ModelFacts, tp: int) -> tuple[tuple[int, float], ...]:
+    """Return pairs (rank, share) to average a number over the tensor-parallel ranks.
 
-    Rank 0 stands for all ranks if each weight is cut into equal parts.
+    It is rank 0 alone, with share 1, if each weight is cut into equal parts. Otherwise all ranks are
+    returned.
     """
-    for weight, _ in weights_of(facts):
+    for weight, _ in all_weights(facts):
         cut = cut_dimension(weight)
         if cut is not None and weight.shape[cut] % tp != 0:
             return tuple((rank, 1 / tp) for rank in range(tp))
@@ -609,27 +646,36 @@ def tp_ranks(facts: ModelFacts, tp: int) -> tuple[tuple[int, float], ...]:
 
 
 @lru_cache(maxsize=4096)
-def cut_weights(
+def sharded_sizes(
     facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int, wrap: tuple[str, ...] | None
 ) -> Counter[str]:
-    """Return the entries of the model on rank `rank` of `tp`, by names.
+    """Return what tensor-parallel rank `rank` of `tp` holds of the model, as numbers by name.
 
-    `units`: entries of FSDP2's padded shards that are gathered by blocks; `root`: of the others;
-    `experts`: of experts that lie on some data ranks only. Each comes with `…_trainable`, its
-    trainable entries, and `…_low`, its frozen entries in weights of two dimensions and more.
-    `trainable` and `experts_whole`: trainable entries before FSDP2's cut.
-    `tied`: of these, the entries on both ends.
-    `tensors` and `experts_tensors`: numbers of trainable weights.
-    `cut`, `uncut`, `apart`: numbers of kinds of trainable weights that tensor parallelism cuts, that it
-    does not cut, and that are experts on some data ranks only.
+    Missing names count 0. Experts under expert parallelism count in the names with `experts` and
+    `apart` alone.
 
-    `staged`: count all stages of a pipeline together.
+    Entries on one rank of `shards`, with FSDP2's padding:
+        units, root, experts: of weights that FSDP2 gathers with a block or another module of `wrap`,
+            of those that it gathers with the root module, and of experts.
+        units_trainable, root_trainable, experts_trainable: the trainable ones of these.
+        units_low, root_low, experts_low: the frozen ones of these in weights of two dimensions and
+            more, which are kept in low precision.
+    Trainable entries before FSDP2 cuts them:
+        trainable, experts_whole: of all weights but experts, and of experts.
+        tied: of a head that is tied to the embedding, which counts in `trainable`, too.
+    Numbers of trainable weights:
+        tensors, experts_tensors: of all weights but experts, and of experts.
+    Numbers of different trainable weights:
+        cut, uncut: of those that tensor parallelism cuts, and of those that it leaves whole.
+        apart: of experts.
+
+    `staged`: the numbers are those of all stages of a pipeline together.
     `wrap`: classes whose modules FSDP2 gathers by themselves; None: the model's own blocks.
     """
     sums = Counter[str]()
-    for weight, number in weights_of(facts, staged):
-        is_apart = weight.apart > 1
-        entries = number * part(weight, tp, shards, rank)
+    for weight, number in all_weights(facts, staged):
+        is_apart = weight.ep_degree > 1
+        entries = number * local_numel(weight, tp, shards, rank)
         if is_apart:
             unit = "experts"
         elif _is_unit(weight, wrap):
@@ -642,7 +688,7 @@ def cut_weights(
                 sums[f"{unit}_low"] += entries
             continue
         sums[f"{unit}_trainable"] += entries
-        before_sharding = number * part(weight, tp, 1, rank)
+        before_sharding = number * local_numel(weight, tp, 1, rank)
         if is_apart:
             sums["experts_whole"] += before_sharding
             sums["experts_tensors"] += number
@@ -652,18 +698,18 @@ def cut_weights(
             sums["tensors"] += number
             is_cut = tp > 1 and cut_dimension(weight) is not None
             sums["cut" if is_cut else "uncut"] += 1
-        if weight.place == "both":
+        if weight.position == "both":
             sums["tied"] += before_sharding
     return sums
 
 
 def _is_unit(weight: Weight, wrap: tuple[str, ...] | None) -> bool:
-    """Return whether FSDP2 gathers a weight with a module of its own and not with the root."""
+    """Return whether FSDP2 gathers a weight with a module of `wrap` and not with the root."""
     if wrap is None:
-        return weight.place == "block"
+        return weight.position == "block"
     return any(owner in wrap for owner in weight.owners)
 
 
 def has_ending(name: str, ending: str) -> bool:
-    """Return whether the last parts of a dotted name are `ending`."""
+    """Return whether the last dotted parts of a name are `ending`: `mlp.up` ends with `up`."""
     return name == ending or name.endswith(f".{ending}")

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from drumline.config.optimizer import QUANTISED_STATES
 from drumline.config.refusal import Refusal
-from drumline.plan.rule import Case, plain, sees
+from drumline.plan.rule import Case, is_data_parallel_only, is_vision_language
 
 
 def refusals(case: Case) -> Iterator[Refusal]:
-    """Yield why the optimizer of a case is refused."""
+    """Yield why the optimizer of a case is refused. Users are only shown the first refusal."""
     options = case.config.optimizer
     where = "optimizer.kind"
     torch_own = options.kind in ("adamw", "sgd")
@@ -38,20 +38,21 @@ def refusals(case: Case) -> Iterator[Refusal]:
             where,
         )
     if options.in_backward or options.offload:
-        yield from _in_turn(case)
+        yield from _per_parameter_steps(case)
     if options.kind == "schedule_free":
         yield from _schedule_free(case, where)
     if case.config.precision.master == "bf16":
-        yield from _pure(case, "precision.master")
+        yield from _bf16_master(case, "precision.master")
 
 
+# Checked once the batch is known (resolve.resolve_layout).
 ACCUMULATES = Refusal(
-    "in_backward × accumulation", "a gradient is used and gone before the next micro-batch adds to it", "use accumulation 1: a larger"
+    "in_backward × accumulation", "a gradient is used and freed before the next micro-batch adds to it", "use accumulation 1: a larger"
     " micro_batch, or more ranks", "optimizer.in_backward",
 )  # fmt: skip
 
 
-def _in_turn(case: Case) -> Iterator[Refusal]:
+def _per_parameter_steps(case: Case) -> Iterator[Refusal]:
     """Yield refusals of optimizers that step parameter by parameter: in_backward and offload."""
     config = case.config
     options = config.optimizer
@@ -72,12 +73,12 @@ def _in_turn(case: Case) -> Iterator[Refusal]:
     if options.kind not in kinds:
         yield Refusal(
             f"{name} × {options.kind}",
-            "it goes parameter by parameter, on any rank alike",
+            f"parameters are stepped one at a time, which {options.kind} is not written for",
             f"use {', '.join(kinds)}",
             where,
         )
     if strategy.engine(mesh) != "native" or strategy.exchange is not None or config.has_own_module:
-        reason = "it is proven for Drumline's own engine, where ranks are in step"
+        reason = "it is tested with Drumline's own engine, whose ranks step together"
         yield Refusal(
             f"{name} × the strategy",
             reason,
@@ -87,14 +88,15 @@ def _in_turn(case: Case) -> Iterator[Refusal]:
     if config.precision.master == "bf16":
         yield Refusal(
             f"{name} × master=bf16",
-            "its steps round by the number of a parameter among all",
+            "stochastic rounding is seeded by a parameter's index among all, and here each is stepped alone",
             "use precision.master=fp32",
             where,
         )
-    if options.offload and strategy.offloads()[0] != "none":
+    place_of_states, _ = strategy.offloads()
+    if options.offload and place_of_states != "none":
         yield Refusal(
             "offload × a strategy that offloads",
-            "its optimizer is on the host already",
+            "the strategy keeps the optimizer's states on the host already",
             f"take {where} out",
             where,
         )
@@ -106,17 +108,15 @@ def _in_backward(case: Case, where: str) -> Iterator[Refusal]:
     """Yield refusals of optimizers that step as soon as a gradient is there, within backward."""
     config = case.config
     if config.optimizer.max_grad_norm is not None:
-        reason = (
-            "the norm is known when the last gradient is there, and the others are used by then"
-        )
+        reason = "the norm is known with the last gradient, and all others are used by then"
         yield Refusal("in_backward × clipping", reason, "set optimizer.max_grad_norm=null", where)
     if case.strategy.data_parallel(case.mesh) not in ("none", "fsdp2"):
-        reason = "gradients of copies are averaged in buckets, after they have come"
+        reason = "gradients of copies are averaged in buckets, after backward has computed them"
         yield Refusal("in_backward × copies of the model", reason, "use strategy=fsdp2", where)
     health = config.health
     skips_steps = health.on_nan == "skip" or health.on_spike in ("skip", "rollback")
     if case.precision == "fp16" or skips_steps:
-        reason = "a step that is not finite, or jumps, is taken by the time that it is seen"
+        reason = "by the time that a gradient is seen to be infinite or too large, its step is done"
         yield Refusal(
             "in_backward × steps that may be skipped",
             reason,
@@ -125,43 +125,44 @@ def _in_backward(case: Case, where: str) -> Iterator[Refusal]:
         )
 
 
-def _pure(case: Case, where: str) -> Iterator[Refusal]:
+def _bf16_master(case: Case, where: str) -> Iterator[Refusal]:
     """Yield refusals of master weights in bf16."""
     config = case.config
     mesh = case.mesh
     if case.precision != "bf16":
         yield Refusal(
             f"master=bf16 × {case.precision}",
-            "weights lie in the type that they compute in",
+            "weights are kept in the type that the run computes in",
             "use precision.kind=bf16",
             where,
         )
     if config.optimizer.kind != "adamw":
-        reason = "AdamW alone has steps that round stochastically or keep what was lost"
+        reason = "AdamW alone rounds stochastically or keeps the rounding error"
         yield Refusal(
             f"master=bf16 × {config.optimizer.kind}",
             reason,
             "use optimizer.kind=adamw, or master=fp32",
             where,
         )
-    is_proven = plain(mesh) and case.strategy.data_parallel(mesh) in ("none", "ddp", "fsdp2")
+    data_parallel = case.strategy.data_parallel(mesh)
+    is_proven = is_data_parallel_only(mesh) and data_parallel in ("none", "ddp", "fsdp2")
     if (
         not is_proven
         or case.strategy.engine(mesh) != "native"
         or case.strategy.exchange is not None
     ):
-        reason = "it is proven where each rank has weights whole, or sharded by FSDP2 alone; DeepSpeed keeps fp32 weights for its step"
+        reason = "it is tested with whole weights on each rank, or sharded by FSDP2 alone; DeepSpeed keeps fp32 weights for its step"
         yield Refusal("master=bf16 × the strategy", reason, "use strategy=ddp or fsdp2", where)
     if case.strategy.copies().compression.kind != "none":
-        reason = "gradients travel in bf16 already"
+        reason = "gradients are sent in bf16 already"
         yield Refusal("master=bf16 × compression", reason, "take strategy.compression out", where)
     if (
         config.algorithm.rollout is not None
         or config.images_alone
         or config.has_own_module
-        or sees(case)
+        or is_vision_language(case)
     ):
-        reason = "it is proven for texts that are given"
+        reason = "it is tested on given texts"
         yield Refusal(
             "master=bf16 × the model or the algorithm", reason, "use precision.master=fp32", where
         )
@@ -170,18 +171,20 @@ def _pure(case: Case, where: str) -> Iterator[Refusal]:
 def _schedule_free(case: Case, where: str) -> Iterator[Refusal]:
     """Yield refusals of the optimizer that averages weights in place of a schedule."""
     if case.config.schedule.kind != "constant":
-        reason = "it averages weights in place of a falling rate; a warm-up goes with it"
+        reason = (
+            "it averages weights in place of a falling rate; only a warm-up can be combined with it"
+        )
         yield Refusal(
             "schedule_free × a schedule", reason, "use schedule=constant", "schedule.kind"
         )
     if case.config.optimizer.groups:
-        reason = "its average weighs steps by one rate"
+        reason = "its average weights steps by a single learning rate"
         yield Refusal(
             "schedule_free × optimizer.groups", reason, "take the groups out", "optimizer.groups"
         )
     algorithm = case.config.algorithm
     if algorithm.rollout is not None or algorithm.extra_forwards:
-        reason = "it learns at other weights than it answers with, and this algorithm compares the two within a step"
+        reason = "it trains other weights than it evaluates, and this algorithm compares the two within a step"
         yield Refusal(
             "schedule_free × a pass without gradients in a step",
             reason,

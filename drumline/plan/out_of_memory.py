@@ -1,12 +1,14 @@
 """Out of memory: what a rank held at that moment, and which category the plan predicted too low.
 
-This module computes only; it reads nothing and runs nothing.
+The rank describes itself as `Exhausted`. The launcher passes this on to an `OnOutOfMemory`, which is
+`train.replan`'s: it says what the plan predicted (`verdict`), and looks for a plan that fits into
+`corrected_limit`. This module computes only; it reads nothing and runs nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -19,7 +21,8 @@ from drumline.plan.estimate import Memory
 from drumline.plan.explain import size
 
 STATES = ("parameters", "gradients", "optimizer")
-# What a rank was doing → the category that grows then. STATES are not here: they are measured.
+# What a rank was doing → the category that grows meanwhile. All other phases grow activations. STATES
+# are measured in all phases but the first, in which parameters are still being loaded.
 GROWS = {
     "loading": "parameters",
     "the loss": "logits",
@@ -33,12 +36,12 @@ MESSAGES = (
     "out of memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED", "could not allocate", "Unable to allocate", "Storage size calculation overflowed",
 )  # fmt: skip
-# A state that differs from the plan by a smaller part is as planned.
+# A measured size that is above the planned one by at most this share of it is as planned.
 NOISE = 0.02
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error means that memory ran out, or was caused by one that does."""
+    """Return whether an error, or one that caused it, means that memory ran out."""
     while error is not None:
         names = {cls.__name__ for cls in type(error).__mro__}
         # The second name is torch's.
@@ -61,7 +64,7 @@ def memory_fault(error: BaseException) -> EnvironmentFault:
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Turn an allocation that fails inside the block into an EnvironmentFault. Also a decorator."""
+    """Raise EnvironmentFault for an allocation that fails inside the block. Also a decorator."""
     try:
         yield
     except DrumlineError:
@@ -73,16 +76,18 @@ def memory_errors() -> Iterator[None]:
 
 
 class Exhausted(Frozen):
-    """One rank at the moment when memory ran out. Numbers are bytes; None if they are unknown."""
+    """What is known of a rank when its memory ran out. Numbers are bytes; None: not known."""
 
     rank: int
-    during: str = Field(description="Where in a step: loading, forward, the loss, backward, …")
-    requested: int | None = Field(None, description="The request that failed.")
+    during: str = Field(
+        description="What the rank was doing: loading, forward, the loss, backward, …"
+    )
+    requested: int | None = Field(None, description="Bytes of the allocation that failed.")
     allocated: int | None = Field(
         None, description="Memory in use: that of the allocator on a GPU, resident bytes on a CPU."
     )
     reserved: int | None = Field(
-        None, description="The same, with what the allocator keeps in reserve."
+        None, description="`allocated`, with what the allocator keeps in reserve."
     )
     room: int | None = Field(
         None,
@@ -98,13 +103,13 @@ class Exhausted(Frozen):
 
     @property
     def needed(self) -> int | None:
-        """Bytes that were needed at least."""
+        """The least number of bytes that would have sufficed."""
         if self.allocated is None:
             return None
         return self.allocated + (self.requested or 0)
 
     def describe(self) -> str:
-        """Return what happened, in words.
+        """Return what happened, as the rest of a sentence about the rank, such as:
 
         `ran out of memory in backward: 3.10 GiB in use, 512 MiB more requested, room for 3.40 GiB`.
         """
@@ -123,22 +128,31 @@ class Exhausted(Frozen):
         return what
 
 
-# Takes what was known when memory ran out, and the last step that was done. Returns the plan's
-# verdict, and why the run does not go on; None in the second place: there is a new plan.json.
-OnOutOfMemory = Callable[[Exhausted, int], tuple[str, str | None]]
+class OnOutOfMemory(Protocol):
+    """What a launcher calls when memory ran out."""
+
+    def __call__(self, out: Exhausted, step: int, /) -> tuple[str, str | None]:
+        """Return a line on what the plan predicted, and the reason why the run stops.
+
+        The reason is None if the run goes on, by a new plan.json. `out`: what is known of the rank.
+        `step`: the last step that was completed.
+        """
+        ...
 
 
-class Replans(Protocol):
+class Replans(OnOutOfMemory, Protocol):
     """An OnOutOfMemory that can also plan for another number of ranks."""
 
-    def __call__(self, out: Exhausted, step: int, /) -> tuple[str, str | None]: ...
-
     def resize(self, ranks: int, /) -> bool:
-        """Make plan.json anew. Return False if there is no plan for `ranks` ranks."""
+        """Write a new plan.json for `ranks` ranks. Return False if there is no plan for so many."""
+        ...
 
 
 class Misestimate(NamedTuple):
-    """The category that the plan predicted furthest too low, in bytes. `found` is a lower bound."""
+    """The category that the plan predicted furthest too low.
+
+    `planned` and `found` are bytes. The category took at least `found`.
+    """
 
     category: str
     planned: int
@@ -150,9 +164,9 @@ class Misestimate(NamedTuple):
 
 
 def misestimate(out: Exhausted, planned: Memory) -> Misestimate | None:
-    """Return what the plan predicted furthest too low.
+    """Return the category that the plan predicted furthest too low.
 
-    None if nothing contradicts the plan, for example because its prediction does not fit either.
+    It is None if nothing contradicts the plan, for example because its prediction does not fit either.
     """
     sizes = planned.model_dump()
     measured = out.memory_stats
@@ -174,7 +188,10 @@ def misestimate(out: Exhausted, planned: Memory) -> Misestimate | None:
 
 
 def verdict(out: Exhausted, planned: Memory) -> str:
-    """Return what the plan predicted, and the category that took more, or most."""
+    """Return a line with the peak that the plan predicted, and what was wrong with it.
+
+    That is the category that took more than predicted; if none did, the largest one is named.
+    """
     predicted = f"the plan predicted {size(planned.peak)}"
     worst = misestimate(out, planned)
     if worst is not None:
@@ -191,7 +208,10 @@ def verdict(out: Exhausted, planned: Memory) -> str:
 
 
 def correction(out: Exhausted, planned: Memory) -> float:
-    """Return the factor from predicted to needed bytes; 1 if the prediction was enough."""
+    """Return needed over predicted bytes, the larger of two ratios; at least 1.
+
+    One is of the peak of tensors, the other of what the allocator reserves.
+    """
     if out.needed is None or not planned.peak:
         return 1.0
     factor = max(1.0, out.needed / planned.peak)
@@ -202,13 +222,14 @@ def correction(out: Exhausted, planned: Memory) -> float:
     return max(factor, needed_with_reserve / planned_with_reserve)
 
 
-def limit(out: Exhausted, planned: Memory, assumed: int) -> int:
+def corrected_limit(out: Exhausted, planned: Memory, assumed: int) -> int:
     """Return the bytes of a device that plans must fit into from now on.
 
-    It is the room that there is (`assumed`, if nothing else is known), divided by the factor by
-    which predictions are too low (`correction`).
+    It is the memory that there is, divided by the factor by which predictions are too low
+    (`correction`). `assumed`: the memory that the plan reckoned with, which is an upper bound.
     """
     room = assumed
     if out.room is not None:
+        # `out.room` is for tensors alone, and plans fit with their overhead.
         room = min(assumed, out.room + planned.overhead)
     return math.floor(room / correction(out, planned))

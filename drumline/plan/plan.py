@@ -1,6 +1,6 @@
-"""The Plan: what will happen, with every number resolved. No torch here.
+"""`Plan`: what a run will do, with every number resolved. No torch here.
 
-Ranks read the file `plan.json`, and nothing else.
+`plan.resolve` makes it. It is saved as `plan.json`, which is all that the ranks read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ CHECKPOINT_BYTES_PER_WEIGHT = 3 * 4
 class BatchPlan(Frozen):
     """The sizes of batches: global_samples = micro_batch × accumulation × data_ranks.
 
-    All are in samples: packs, if packing is on, or pairs.
+    Batches count samples. A sample is a pack if packing is on, a pair for preferences, otherwise a
+    row.
     """
 
     global_samples: int
@@ -40,8 +41,8 @@ class BatchPlan(Frozen):
         1, description="Sequences that a sample puts into a micro-batch: a pair has two."
     )
 
-    def rule(self, data_ranks: int) -> str:
-        """Return the product rule with its numbers, for the plan line."""
+    def describe_product(self, data_ranks: int) -> str:
+        """Return the product above with its numbers, for a line of the plan."""
         ranks = "data ranks" if data_ranks > 1 else "data rank"
         return (
             f"{self.global_samples} samples = {self.micro_batch} micro-batch"
@@ -50,19 +51,19 @@ class BatchPlan(Frozen):
 
 
 class DataIdentity(Frozen):
-    """Identifies the data of a run, to compare when it resumes.
+    """Identifies the training data of a run. A run that resumes compares it.
 
-    A position in the data counts samples of these rows in their order.
+    Positions in the data count the samples of these rows in their order.
     """
 
     cache: str = Field(
-        description="Folder of the token cache, whose name is a hash of all that it was made from."
+        description="Folder of the token cache. Its name is a hash of all that it was made from."
     )
     content: str = Field(description="sha256 of its tokens and of how samples are laid out.")
     rows: int
     row_set: int = Field(description="Sum of the rows' hashes: the same in any order.")
     code: str | None = Field(
-        None, description="sha256 of the functions that give the rows, where such do."
+        None, description="sha256 of the functions that yield the rows; null if none do."
     )
 
 
@@ -75,28 +76,33 @@ def _by_name(value: Any) -> Any:
     return value
 
 
-# Outcomes of a row that is not trained on: keys of `SourcePlan`, and of what a preparation counts.
+# The reasons why a row is not trained on: fields of `SourcePlan`, and names of what `data.prepare`
+# counts.
 LEFT_OUT = ("filtered", "ties", "duplicates", "contaminated", "too_long", "unlearned")
 
 
 class SourcePlan(Frozen):
-    """What became of the rows of one source."""
+    """Numbers of rows of one source: how many were read, left out, and put into samples."""
 
     name: str
     read: int = Field(0, description="Rows read.")
-    filtered: int = Field(0, description="Of these, left out by a condition.")
-    ties: int = Field(0, description="Left out: answers of which none is the better.")
-    contaminated: int = Field(0, description="Left out: they hold evaluation rows.")
-    too_long: int = 0
-    unlearned: int = Field(0, description="Skipped: nothing to learn.")
-    duplicates: int = Field(0, description="Left out: alike an earlier row.")
-    truncated: int = Field(0, description="Cut, and kept.")
-    rows: int = Field(0, description="In the samples; the rest of those read are held out.")
-    tokens: int = Field(0, description="Of these rows.")
-    samples: int | None = Field(None, description="null: packs hold rows of several sources.")
+    filtered: int = Field(0, description="Rows left out by a condition.")
+    ties: int = Field(0, description="Pairs left out, since neither answer is better.")
+    contaminated: int = Field(0, description="Rows left out, since they contain evaluation rows.")
+    too_long: int = Field(0, description="Rows left out, since they are longer than a sample.")
+    unlearned: int = Field(0, description="Rows left out, since no token of them is in the loss.")
+    duplicates: int = Field(0, description="Rows left out, since they are like an earlier row.")
+    truncated: int = Field(0, description="Rows that were cut to the length of a sample, and kept.")
+    rows: int = Field(
+        0, description="Rows in the samples: those read, less the left out and the held out."
+    )
+    tokens: int = Field(0, description="Tokens of the rows in the samples.")
+    samples: int | None = Field(
+        None, description="Samples with its rows; null if packs hold rows of several sources."
+    )
     per_epoch: int = Field(
         0,
-        description="Samples of it in an epoch: fewer or more than it has, where data.train is mixed.",
+        description="Its samples in an epoch, which are fewer or more than it has if data.train is mixed.",
     )
 
 
@@ -107,38 +113,41 @@ class DataPlan(Frozen):
     eval_caches: Annotated[dict[str, str], BeforeValidator(_by_name)] = Field(
         default_factory=dict,
         validation_alias=AliasChoices("eval_caches", "eval_cache"),
-        description="By name of the set, or empty.",
+        description="Folder of each evaluation set, by the name of the set; the name is empty if there is one without a name.",
     )
     train_samples: int = 0
     train_tokens: int = 0
     train_learned: int | None = Field(
-        None, description="Of these, the tokens in the loss; null in a plan of an older version."
+        None, description="Training tokens in the loss; null in a plan of an older version."
     )
     eval_samples: int = 0
-    images: int = Field(0, description="In the training samples.")
-    image_tokens: int = Field(0, description="Of the training tokens, those that stand for images.")
+    images: int = Field(0, description="Images in the training samples.")
+    image_tokens: int = Field(0, description="Training tokens that stand for images.")
     samples_with_images: int = 0
-    labels: tuple[str, ...] = Field((), description="The classes in order, where rows have one.")
-    identity: DataIdentity | None = Field(None, description="Of the training data.")
+    labels: tuple[str, ...] = Field((), description="The classes in order, if rows have one.")
+    identity: DataIdentity | None = None
     formats: tuple[str, ...] = Field(
-        (), description="Sources whose rows were read from a format of another tool, in words."
+        (), description="A line for each source in a format of another tool."
     )
     left_out: tuple[str, ...] = Field(
-        (), description="How many rows were cut, dropped or skipped, in words."
+        (), description="Lines with the numbers of rows that were cut or left out, and why."
     )
-    sources: tuple[SourcePlan, ...] = Field((), description="Of the training rows.")
+    sources: tuple[SourcePlan, ...] = Field((), description="Sources of the training rows.")
     eval_sources: tuple[SourcePlan, ...] = ()
     stream: bool = Field(
         False,
-        description="Rows are tokenised while training reads them: counts are of the first block.",
+        description="Rows are tokenised while training reads them. Numbers are those of the first block.",
     )
     epoch_samples: int = Field(
-        0, description="Samples of an epoch where sources are mixed; 0: train_samples."
+        0, description="Samples of an epoch if sources are mixed; 0: train_samples."
     )
 
     @property
     def epoch(self) -> int:
-        """Samples of an epoch; 0 in a stream, which has none."""
+        """Samples of an epoch; 0 in a stream.
+
+        A stream has no epochs: its config needs run.steps, and `every` in steps.
+        """
         if self.stream:
             return 0
         return self.epoch_samples or self.train_samples
@@ -149,6 +158,7 @@ class DataPlan(Frozen):
         if not self.epoch_samples:
             return self.train_tokens / self.train_samples
         tokens: float = 0
+        # In a mixture every sample is of one source, so `samples` is known.
         for source in self.sources:
             if source.samples:
                 tokens += source.per_epoch * source.tokens / source.samples
@@ -156,7 +166,7 @@ class DataPlan(Frozen):
 
     @property
     def mixture(self) -> tuple[str, ...]:
-        """A line for each source of a mixture, with its part of an epoch."""
+        """A line for each source of a mixture, with its share of an epoch."""
         if not self.epoch_samples:
             return ()
         lines = []
@@ -164,21 +174,21 @@ class DataPlan(Frozen):
             if source.samples is None:
                 continue
             times = source.per_epoch / max(1, source.samples)
-            part = source.per_epoch / self.epoch
+            share = source.per_epoch / self.epoch
             lines.append(
                 f"data.train: an epoch has {source.per_epoch:,} samples of {source.name},"
-                f" × {times:.3g} of its {source.samples:,} ({part:.1%} of it)"
+                f" × {times:.3g} of its {source.samples:,} ({share:.1%} of the epoch)"
             )
         return tuple(lines)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines about the rows that the user should read."""
+        """Lines about the data that the user should read."""
         return self.formats + self.left_out + self.mixture
 
 
 class PipelinePlan(Frozen):
-    """How a pipeline runs.
+    """The schedule and the stages of a pipeline.
 
     The schedule `model_parallel` passes one micro-batch at a time through all stages in turn.
     """
@@ -187,7 +197,7 @@ class PipelinePlan(Frozen):
     stages_per_rank: int = 1
     layers: tuple[tuple[int, int], ...] = Field(
         (),
-        description="Blocks [first, stop) of each stage; stage s lies on rank s mod pp. Empty while the model is not known.",
+        description="Blocks [first, stop) of each stage; stage s is on rank s mod pp. Empty as long as the model is not known.",
     )
 
 
@@ -204,17 +214,17 @@ class RolePlan(Frozen):
     )
     trainable: bool = Field(False, validation_alias=AliasChoices("trainable", "learns"))
     lr_ratio: float = Field(
-        1.0, description="trainable: its learning rate as a part of the policy's."
+        1.0, description="Learning rate of a trainable role as a multiple of the policy's."
     )
     layers: tuple[tuple[int, int], ...] = Field(
-        (), description="Blocks of each stage of a pipeline, as PipelinePlan has them."
+        (), description="Blocks [first, stop) of each stage of a pipeline (see PipelinePlan)."
     )
 
 
 def _explicit_stream_parts(values: dict[str, Any]) -> int:
-    """Return the parts of the stream of a plan that does not have them.
+    """Return the default of `Layout.stream_parts`, for plans of versions that did not write it.
 
-    Such a plan is an older version's, in which nothing was left open.
+    In these, sequence parallelism was on only if the user set it.
     """
     if "config" not in values or "mesh" not in values:
         return 1
@@ -223,22 +233,23 @@ def _explicit_stream_parts(values: dict[str, Any]) -> int:
 
 
 class Layout(Frozen):
-    """How a run is spread over its devices. The planner's arithmetic is a function of it.
+    """How a run is spread over its devices. The planner computes costs from it.
 
-    A search makes thousands of layouts; a Plan is one of them. `config.strategy` is the strategy
-    that runs, never `auto` if the layout is estimated. The other fields resolve what the user left
-    open in `config`. If `data` is None, rows count as long as they may be.
+    A search makes thousands of layouts, and a `Plan` adds to one of them all that its ranks need.
+    `config.strategy` is the strategy that runs; `auto` has been resolved before a layout is
+    estimated. The other fields resolve what the user left open in `config`. If `data` is None, all
+    rows count as `max_length` tokens.
     """
 
     config: Config
     mesh: Mesh
     engine: Engine
     data_parallel: DataParallel = Field(
-        "none", description="How ranks that see different samples share the work."
+        "none", description="How ranks that see different samples synchronise."
     )
     pipeline: PipelinePlan | None = None
     devices_per_rank: int = Field(
-        1, description="More than one under dp alone, where one process drives all GPUs."
+        1, description="More than 1 under dp alone: one process drives all GPUs."
     )
     device: Literal["cpu", "cuda"]
     precision: Precision
@@ -249,7 +260,8 @@ class Layout(Frozen):
         description="Parts that the residual stream is cut into by tokens between the layers that tensor parallelism cuts: tp, or 1.",
     )
     steps: int | None = Field(
-        None, description="Optimizer steps in all; null in a dry run before the data is prepared."
+        None,
+        description="Optimizer steps of the run; null in a dry run before the data is prepared.",
     )
     data: DataPlan | None = None
     roles: dict[str, RolePlan] = Field(
@@ -261,25 +273,28 @@ class Layout(Frozen):
         return self.config.strategy
 
     @property
-    def place(self) -> str:
-        """torch's name for the kind of device that ranks compute on."""
+    def device_type(self) -> str:
+        """torch's type of the device that ranks compute on: cpu, cuda or mps.
+
+        `device` is cpu under mps, since the run is planned as one on a CPU.
+        """
         if self.config.run.device == "mps":
             return "mps"
         return self.device
 
     @property
-    def pure(self) -> bool:
-        """Whether trainable weights, gradients and moments are in bf16."""
+    def is_pure_bf16(self) -> bool:
+        """Whether trainable weights, gradients and moments are all in bf16, without fp32 copies."""
         return self.precision == "bf16" and self.config.precision.master == "bf16"
 
     @property
-    def fp8(self) -> bool:
-        """Whether linear layers of blocks multiply in fp8. All else computes in `precision`."""
+    def uses_fp8(self) -> bool:
+        """Whether linear layers of blocks multiply in fp8; all else computes in `precision`."""
         return self.config.precision.kind == "fp8"
 
     @property
-    def length(self) -> int:
-        """Width of a row of a micro-batch in tokens."""
+    def max_length(self) -> int:
+        """The most tokens of a row (data.max_length)."""
         return self.config.data.max_length
 
     @property
@@ -289,61 +304,62 @@ class Layout(Frozen):
 
     @property
     def tokens_per_row(self) -> float:
-        """Real tokens of a row: the mean over the data, or all that fit if it is unknown.
+        """Mean number of tokens of a row without its padding; `max_length` if no data is prepared.
 
-        A prompt has an answer of full length. An image counts as one token.
+        A prompt counts with an answer of full length. An image counts as one token.
         """
         config, data = self.config, self.data
         if config.images_alone:
             return 1.0
         if data is None or not data.train_samples:
-            return float(self.length)
+            return float(self.max_length)
         mean = data.tokens_per_sample / config.algorithm.rows_per_sample
-        return min(float(self.length), mean + config.algorithm.new_tokens)
+        return min(float(self.max_length), mean + config.algorithm.new_tokens)
 
     @property
     def tokens_per_step(self) -> float:
-        """Real tokens of a global batch."""
+        """Tokens of a global batch without its padding."""
         return self.batch.global_samples * self.batch.rows_per_sample * self.tokens_per_row
 
     @property
     def fixed_width(self) -> int | None:
-        """Width of every micro-batch in tokens; None: each is as wide as its longest row.
+        """Tokens to which all rows are padded; None if each micro-batch is as wide as its longest row.
 
         Compiled blocks and the stages of a pipeline need one shape. Products in fp8 sum over
         multiples of 16 tokens, which the full width of packs is: these are nearly full anyway.
         """
         config = self.config
         needs_one_shape = config.compile.enabled or self.mesh.pp * self.mesh.cp > 1
-        if needs_one_shape or (self.fp8 and config.packs):
-            return self.length
+        if needs_one_shape or (self.uses_fp8 and config.packs):
+            return self.max_length
         return None
 
     @property
-    def positions(self) -> float:
-        """Tokens of a row that are computed.
+    def padded_tokens_per_row(self) -> float:
+        """Tokens that the model computes for a row, its padding included.
 
-        They are the full width if rows have a fixed one. Otherwise rows of similar length share a
-        batch, and the little padding between them is neglected. An image counts as one.
+        These are `max_length` tokens if rows have a fixed width. Otherwise rows of similar length share
+        a batch, and the little padding between them is neglected. An image counts as one token.
         """
         if self.config.images_alone:
             return 1.0
         has_full_width = self.fixed_width is not None or self.config.packs
-        return float(self.length) if has_full_width else self.tokens_per_row
+        return float(self.max_length) if has_full_width else self.tokens_per_row
 
-    def trainable(self, facts: ModelFacts) -> list[tuple[Head, ModelFacts]]:
-        """Return head and sizes of each model that is trained, the policy (`facts`) first."""
+    def trainable_models(self, facts: ModelFacts) -> list[tuple[Head, ModelFacts]]:
+        """Return the head and the facts of each trained model, the policy (`facts`) first."""
         models: list[tuple[Head, ModelFacts]] = [(self.config.head, facts)]
         for name, role in self.roles.items():
             if role.trainable and name in facts.roles:
                 models.append((role.head, facts.roles[name]))
         return models
 
-    def of_role(self, name: str) -> Self:
-        """Return the layout of one of `roles` by itself: spread like the policy, without adapter.
+    def single_role(self, name: str) -> Self:
+        """Return the layout of one of `roles` by itself.
 
-        A frozen model beside a policy under DeepSpeed runs on the native engine, because nothing is
-        reduced or stepped. It is whole on each rank, or under ZeRO 3 sharded by FSDP2.
+        It is spread like the policy, without an adapter. A frozen model beside a policy under DeepSpeed
+        runs on the native engine, because nothing is reduced or stepped. It is whole on each rank, or
+        under ZeRO 3 sharded by FSDP2.
         """
         role = self.roles[name]
         sections: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
@@ -367,24 +383,24 @@ class Layout(Frozen):
 
 
 class Predicted(Frozen):
-    """What the planner expects; null if it does not know yet."""
+    """What the planner expects of a run; fields are null as long as they are not known."""
 
     parameters: int | None = None
     trainable: int | None = Field(
         None,
         validation_alias=AliasChoices("trainable", "learned"),
-        description="Of these, those that are trained; the others are frozen under an adapter.",
+        description="Parameters that are trained; the others are frozen, as under an adapter.",
     )
     unadapted: tuple[str, ...] = Field(
         (), description="Large weights that `all-linear` does not adapt or QLoRA does not pack."
     )
     flops_per_token: float | None = Field(None, description="Forward and backward, model FLOPs.")
     peak_flops_per_device: float | None = Field(
-        None, description="Datasheet rate of the compute type, FLOP/s; null where unknown."
+        None, description="Datasheet rate of the compute type, FLOP/s; null if unknown."
     )
     estimate: Estimate | None = Field(
         None,
-        description="Memory, seconds and traffic by category; null where the model is not known.",
+        description="Memory, seconds and traffic by category, which the planner adds to a resolved plan; null if the model is not known.",
     )
 
     def mfu(self, tokens_per_s: float, devices: int = 1) -> float | None:
@@ -398,7 +414,11 @@ class Predicted(Frozen):
 
 
 class Plan(Layout):
-    """One run, resolved. `config` is what the user wrote, with every default filled in."""
+    """One run with every number resolved.
+
+    `config` is the user's, with defaults filled in. Its strategy, compiling, and `every` of
+    checkpoints and evaluations are resolved, too.
+    """
 
     version: Literal[1] = 1
     run_dir: str
@@ -408,10 +428,10 @@ class Plan(Layout):
     cp_method: Literal["ulysses", "ring"] = "ulysses"
     backend: Literal["gloo", "nccl"]
     offload: Literal["none", "cpu", "nvme"] = Field(
-        "none", description="Where training state is kept besides the devices."
+        "none", description="The slowest place to which the strategy offloads states or weights."
     )
     deepspeed: dict[str, Any] | None = Field(
-        None, description="What DeepSpeed is given, where it is the engine."
+        None, description="DeepSpeed's own config; null under another engine."
     )
     lr: float = Field(description="Peak rate after lr_scaling.")
     warmup_steps: int = 0
@@ -420,19 +440,19 @@ class Plan(Layout):
     )
     base: str | None = Field(
         None,
-        description="Digest of the model's files of weights, where some stay frozen; null: not known, or none.",
+        description="Digest of the model's files of weights, if some stay frozen; null: none, or not known yet.",
     )
     bidirectional: bool = Field(
         False,
         validation_alias=AliasChoices("bidirectional", "looks_ahead"),
-        description="Text classifiers: tokens see those behind them, so batches carry an attention mask.",
+        description="Text classifiers: tokens attend to later ones, too, so batches carry an attention mask.",
     )
     first_position: int = Field(
-        0, description="Of those texts: the id of the first token's position."
+        0, description="Text classifiers: the id of the first token's position."
     )
     predicted: Predicted
     saves: bool = Field(
-        True, description="False: a few steps to be measured, whose weights nobody wants."
+        True, description="False: a few steps are only measured, and no weights are kept."
     )
     why: list[str] = Field(
         default_factory=list, description="One line for each choice made on the user's behalf."
@@ -447,14 +467,14 @@ class Plan(Layout):
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About the bytes of a checkpoint: trainable weights and AdamW's two moments, all in fp32.
+        """Approximate bytes of a checkpoint; 0 if the model is not known.
 
-        0 if the model is not known.
+        It has the trainable weights and AdamW's two moments, all in fp32.
         """
         trainable = self.predicted.trainable or 0
         return CHECKPOINT_BYTES_PER_WEIGHT * trainable
 
-    def measured_only(self) -> Self:
+    def measurement_plan(self) -> Self:
         """Return the plan of a short measurement run, which saves and evaluates nothing."""
         data = self.data
         if data is not None:
@@ -465,16 +485,21 @@ class Plan(Layout):
         """Write the plan. The file is private, because user options are in it."""
         write_whole(path, self.model_dump_json(indent=2) + "\n", private=True)
 
-    def of_role(self, name: str) -> Self:
-        """Return the plan of one of `roles` by itself."""
+    def single_role(self, name: str) -> Self:
+        """Return the plan of one of `roles` by itself, as `engine.build` builds its engine.
+
+        Its model, path, strategy, offloading and DeepSpeed's config are those of the role. All else is
+        the policy's: the learning rate is not multiplied by `lr_ratio` (CompositeEngine does so), and
+        `predicted` describes the policy.
+        """
         role = self.roles[name]
-        layout = super().of_role(name)
+        layout = super().single_role(name)
         deepspeed = None
         if role.trainable and self.deepspeed is not None:
             deepspeed = _with_own_nvme_folders(self.deepspeed, name)
         return layout.model_copy(
             update={
-                "offload": getattr(layout.strategy, "offload", self.offload),
+                "offload": slowest_offload(layout.strategy),
                 "deepspeed": deepspeed,
                 "model_path": role.model_path,
             }
@@ -482,13 +507,13 @@ class Plan(Layout):
 
     @classmethod
     def load(cls, path: Path, trusted: bool = True) -> Plan:
-        """Read a plan from its file.
+        """Return the plan in the file at `path`.
 
-        If it is not `trusted` and names a strategy of the user's own, it is refused with ConfigError.
-        Raises CheckpointError for a file that is not there, and for what this version cannot read.
+        Raises CheckpointError if there is no such file, or this version cannot read it, and
+        ConfigError if the plan names a strategy of the user's own and is not `trusted`.
         """
         try:
-            return cls.of(read_object(path, CheckpointError, "name a run folder"), trusted)
+            return cls.from_values(read_object(path, CheckpointError, "name a run folder"), trusted)
         except ValidationError as error:
             first = first_mistake(error)
             raise CheckpointError(
@@ -498,14 +523,25 @@ class Plan(Layout):
             ) from None
 
     @classmethod
-    def of(cls, values: Any, trusted: bool = True) -> Plan:
-        """Return the plan with `values`, as read from JSON.
+    def from_values(cls, values: Any, trusted: bool = True) -> Plan:
+        """Return the plan with `values`, which were read from JSON.
 
-        Kinds of the user's own are found from the folder of the YAML, wherever this process runs.
+        Strategies and other kinds of the user's own are searched from the folder of the YAML
+        (`base_dir`), in whatever folder this process runs.
         """
         base_dir = values.get("base_dir") if isinstance(values, dict) else None
         folder = Path(base_dir) if isinstance(base_dir, str) else None
         return cls.model_validate(values, context={"trusted": trusted, "base_dir": folder})
+
+
+def slowest_offload(strategy: StrategyConfig) -> Literal["none", "cpu", "nvme"]:
+    """Return the slowest place to which a strategy offloads optimizer states or weights."""
+    places = strategy.offloads()
+    if "nvme" in places:
+        return "nvme"
+    if "cpu" in places:
+        return "cpu"
+    return "none"
 
 
 def _with_own_nvme_folders(deepspeed: dict[str, Any], name: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Compute the Plan of a run from its config, the facts of its model and the machine.
 
-All functions are pure: nothing is read, written or started here.
+`train.setup` calls `resolve` for a run, and the planner's search calls the functions below for each
+layout that it tries. All functions are pure: nothing is read, written or started here.
 """
 
 from __future__ import annotations
@@ -10,24 +11,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from drumline.config.config import Config, NoAdapter, OptimizerConfig, ScheduleConfig
+from drumline.config.config import Config, MemoryConfig, NoAdapter, OptimizerConfig, ScheduleConfig
 from drumline.config.mesh import Mesh
-from drumline.config.strategy import StrategyConfig
 from drumline.errors import PlanError
 from drumline.hardware.catalog import peak_flops
 from drumline.hardware.detect import Machine
-from drumline.plan.attention import choice_of
-from drumline.plan.batch import in_steps, resolve_batch, steps_of_rollouts
+from drumline.plan.attention import choose_by_facts
+from drumline.plan.batch import resolve_batch, resolve_epochs, steps_of_rollouts
 from drumline.plan.estimate import PROCESS
 from drumline.plan.explain import size
 from drumline.plan.facts import ModelFacts
 from drumline.plan.optimizer_rules import ACCUMULATES
-from drumline.plan.plan import BatchPlan, DataPlan, Layout, Plan, Predicted, RolePlan
+from drumline.plan.plan import (
+    BatchPlan,
+    DataPlan,
+    Layout,
+    Plan,
+    Predicted,
+    RolePlan,
+    slowest_offload,
+)
 from drumline.plan.rule import Case
-from drumline.plan.rules import check_rules
-from drumline.plan.stages import in_flight, plan_pipeline, stage_layers
+from drumline.plan.rules import check_role_rules, check_rules
+from drumline.plan.stages import least_accumulation, plan_pipeline, stage_layers
 from drumline.plan.strategy_engine import engine_spec
-from drumline.plan.stream import reason_against_stream
+from drumline.plan.stream import reason_against_sequence_parallelism
 from drumline.plan.unadapted import describe_unadapted, find_unadapted
 
 
@@ -35,10 +43,10 @@ from drumline.plan.unadapted import describe_unadapted, find_unadapted
 class KnownModel:
     """What is known of a run's models before its plan is made."""
 
-    # Of the policy, with those of `roles`; None: the sizes are not known, as of a user's own
-    # module.
+    # The facts of the policy, with those of `roles`; None if they are not known, as those of a user's
+    # own module.
     facts: ModelFacts | None = None
-    # The folder or hub id of the policy's files; None: it has none, or its plan never runs.
+    # The folder or hub id of the policy's files; None if it has none, or the plan is never run.
     path: str | None = None
     # Models besides the policy (see Layout.roles).
     roles: Mapping[str, RolePlan] = field(default_factory=dict)
@@ -54,15 +62,26 @@ def resolve(
     data: DataPlan | None,
     base_dir: str = ".",
 ) -> Plan:
-    """Return the plan, which has every number of the run.
+    """Return the plan of a run, with every number resolved.
 
-    `world_size`: the number of processes; None: the config and the machine decide.
-    `data`: None for a dry run. Raises PlanError if the numbers do not go together.
+    The caller adds what needs more than this: `predicted.estimate` from the planner, and `base`, the
+    digest of the model's files.
+
+    Args:
+        config: The user's config.
+        run_dir: The run folder.
+        machine: The devices and the memory of a host.
+        world_size: The number of processes; None: the config and the machine decide.
+        model: What is known of the models.
+        data: The prepared data; None in a dry run.
+        base_dir: The folder of the YAML.
+
+    Raises PlanError if a rule refuses the run, or its numbers do not agree.
     """
     facts = model.facts
     why: list[str] = []
-    device = device_of(config, machine)
-    world = processes_of(config, machine, device, world_size)
+    device = resolve_device(config, machine)
+    world = resolve_processes(config, machine, device, world_size)
     # Ranks read a plan in which nothing is left open: compiling that was not decided is off.
     options = config.compile.model_copy(update={"enabled": bool(config.compile.enabled)})
     config = config.model_copy(update={"compile": options})
@@ -70,10 +89,10 @@ def resolve(
     config = engine_spec(strategy).adopted(config.model_copy(update={"strategy": strategy}))
     strategy = config.strategy
     mesh = strategy.mesh(world)
-    precision = precision_of(config, machine, device, why)
+    precision = resolve_precision(config, machine, device, why)
     case = Case(config, mesh, device, precision, facts)
-    require(case, model.roles, data)
-    batch = resolve_batch(config, mesh.data_ranks, in_flight(mesh, strategy), why=why)
+    require_allowed(case, model.roles, data)
+    batch = resolve_batch(config, mesh.data_ranks, least_accumulation(mesh, strategy), why=why)
     batch_norms = 0
     bidirectional = False
     first_position = 0
@@ -81,18 +100,18 @@ def resolve(
         batch_norms = facts.batch_norms
         bidirectional = facts.bidirectional
         first_position = facts.first_position or 0
-    why += batch_norm_why(config, batch, batch_norms)
-    layout = lay_out(case, batch, model.roles, data, len(machine.devices), why)
+    why += describe_batch_norms(config, batch, batch_norms)
+    layout = resolve_layout(case, batch, model.roles, data, len(machine.devices), why)
     if facts is not None and not config.images_alone:
-        why.append(f"attention {choice_of(layout, facts).line}")
+        why.append(f"attention {choose_by_facts(layout, facts).line}")
     why += strategy.notes(world, layout.devices_per_rank, batch.micro_batch)
     return Plan(
         **dict(layout),
         run_dir=run_dir,
         base_dir=base_dir,
         cp_method=strategy.context_method(),
-        offload=_offload(strategy),
-        deepspeed=deepspeed_of(layout, facts, run_dir),
+        offload=slowest_offload(strategy),
+        deepspeed=deepspeed_options(layout, facts, run_dir),
         backend="nccl" if device == "cuda" else "gloo",
         lr=_learning_rate(config.optimizer, mesh, batch, why),
         warmup_steps=warmup_steps(config.schedule, layout.steps),
@@ -104,38 +123,37 @@ def resolve(
     )
 
 
-def _offload(strategy: StrategyConfig) -> Literal["none", "cpu", "nvme"]:
-    """Return the slowest place that a strategy offloads to."""
-    places = strategy.offloads()
-    if "nvme" in places:
-        return "nvme"
-    if "cpu" in places:
-        return "cpu"
-    return "none"
-
-
-def require(case: Case, roles: Mapping[str, RolePlan], data: DataPlan | None) -> None:
-    """Raise PlanError if a rule refuses one of the models, or a data rank has no sample."""
+def require_allowed(case: Case, roles: Mapping[str, RolePlan], data: DataPlan | None) -> None:
+    """Raise PlanError if a rule refuses the run or one of its models, or a data rank has no sample."""
     check_rules(case)
     if case.facts is not None:
         for name, facts in case.facts.roles.items():
-            update = {"model": roles[name].model, "adapter": NoAdapter()}
-            config = case.config.model_copy(update=update)
-            check_rules(replace(case, config=config, facts=facts))
+            role = roles[name]
+            sections: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
+            if not role.trainable:
+                # A frozen model keeps nothing for backward (Layout.single_role).
+                sections["memory"] = MemoryConfig()
+            config = case.config.model_copy(update=sections)
+            check_role_rules(replace(case, config=config, facts=facts))
     ranks = case.mesh.data_ranks
     if data is None or data.train_samples >= ranks:
         return
+    # Ranks that share their samples, by tensor, context or pipeline parallelism.
+    ranks_per_data_rank = case.mesh.world_size // ranks
+    processes = max(1, data.train_samples) * ranks_per_data_rank
     packs = ""
+    fix = f"use --nproc {processes}, or more data"
     if case.config.packs:
         packs = f" (packs of {case.config.data.max_length} tokens)"
+        fix = f"use --nproc {processes}, more data, or data.packing=false"
     raise PlanError(
         f"{ranks} data ranks but only {data.train_samples} training samples{packs}",
         where="data.train",
-        fix=f"use --nproc {max(1, data.train_samples)}, more data, or data.packing=false",
+        fix=fix,
     )
 
 
-def lay_out(
+def resolve_layout(
     case: Case,
     batch: BatchPlan,
     roles: Mapping[str, RolePlan],
@@ -143,16 +161,17 @@ def lay_out(
     devices: int,
     why: list[str] | None = None,
 ) -> Layout:
-    """Return the layout of a case that the rules allow (`require`), with this batch.
+    """Return the layout of a case that the rules allow (`require_allowed`), with this batch.
 
-    `devices`: the devices of this host, for dp. `why` gets a line for each number that was chosen.
-    Raises PlanError if stages, rollouts or steps do not come out whole.
+    `devices`: the number of this host's devices, which dp uses. `why` gets a line for each number that
+    was chosen. Raises PlanError if the batch does not divide into rollouts, or the pipeline cannot run
+    it, or the steps end within a rollout.
     """
     if why is None:
         why = []
     mesh = case.mesh
     strategy = case.config.strategy
-    config = in_steps(case.config, batch, data, why)
+    config = resolve_epochs(case.config, batch, data, why)
     if config.optimizer.in_backward and batch.accumulation > 1:
         raise ACCUMULATES.error()
     pipeline = plan_pipeline(mesh, strategy, batch, case.facts, why)
@@ -193,21 +212,19 @@ def _stage_roles(case: Case, roles: Mapping[str, RolePlan]) -> dict[str, RolePla
 
 
 def _describe_images(data: DataPlan) -> str:
-    """Return a line with how many samples have images, and how many tokens stand for these."""
+    """Return a line with the numbers of images, of samples that have some, and of their tokens."""
     tokens = data.image_tokens / data.samples_with_images
     return (
         f"images {data.images} in {data.samples_with_images} of {data.train_samples} samples,"
-        f" where {tokens:.0f} tokens of a sample stand for them on average"
+        f" which have {tokens:.0f} tokens for images on average"
     )
 
 
 def _stream_parts(case: Case, why: list[str]) -> int:
-    """Return the number of parts into which tp ranks cut the residual stream by tokens.
+    """Return the number of parts into which sequence parallelism cuts the residual stream by tokens.
 
-    It is 1 if the stream stays whole.
-
-    All models of the run are cut alike. If the stream of one must stay whole, all streams do.
-    `why` gets a line if the user has left it open.
+    It is 1 if the stream stays whole, or else tp. If the stream of one model of the run must stay
+    whole, so do all. `why` gets a line if the user has left it open.
     """
     tp = case.mesh.tp
     wanted = getattr(case.strategy, "sequence_parallel", False)
@@ -215,32 +232,37 @@ def _stream_parts(case: Case, why: list[str]) -> int:
         return 1
     if wanted:
         return tp
-    reason = reason_for_whole_stream(case.config, case.facts)
+    reason = first_reason_against_sequence_parallelism(case.config, case.facts)
     if reason:
         why.append(f"sequence_parallel off: {reason}")
         return 1
-    where = "between attention and feed-forward"
     why.append(
-        f"sequence_parallel on (experimental on GPUs): a tp rank has 1/{tp} of the tokens {where}"
+        f"sequence_parallel on (experimental on GPUs): a tp rank has 1/{tp} of the tokens"
+        " between attention and feed-forward"
     )
     return tp
 
 
-def reason_for_whole_stream(config: Config, facts: ModelFacts | None) -> str:
-    """Return why the streams of all models are not cut; empty if they are."""
-    reason = reason_against_stream(config, facts)
+def first_reason_against_sequence_parallelism(config: Config, facts: ModelFacts | None) -> str:
+    """Return the reason of the first model against sequence parallelism; empty if there is none.
+
+    `facts`: of the policy, with those of its roles.
+    """
+    reason = reason_against_sequence_parallelism(config, facts)
     if reason or facts is None:
         return reason
     without_adapter = config.model_copy(update={"adapter": NoAdapter()})
     for name, sizes in facts.roles.items():
-        reason = reason_against_stream(without_adapter, sizes)
+        reason = reason_against_sequence_parallelism(without_adapter, sizes)
         if reason:
             return f"{name}: {reason}"
     return ""
 
 
-def deepspeed_of(layout: Layout, facts: ModelFacts | None, run_dir: str) -> dict[str, Any] | None:
-    """Return DeepSpeed's config; None if DeepSpeed is not the engine.
+def deepspeed_options(
+    layout: Layout, facts: ModelFacts | None, run_dir: str
+) -> dict[str, Any] | None:
+    """Return DeepSpeed's own config; None if DeepSpeed is not the engine.
 
     Raises PlanError if the user's own config of DeepSpeed contradicts the run.
     """
@@ -249,10 +271,10 @@ def deepspeed_of(layout: Layout, facts: ModelFacts | None, run_dir: str) -> dict
     )
 
 
-def device_of(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
-    """Return the device that the run is planned for.
+def resolve_device(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
+    """Return the type of device that the run is planned for.
 
-    MPS is planned as a CPU, whose memory it shares (Layout.place).
+    It is cpu under MPS, which shares the CPU's memory (see Layout.device_type).
     Raises PlanError if the machine does not have the device.
     """
     device = config.run.device
@@ -275,11 +297,11 @@ def device_of(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
     return device
 
 
-def processes_of(config: Config, machine: Machine, device: str, launched: int | None) -> int:
+def resolve_processes(config: Config, machine: Machine, device: str, launched: int | None) -> int:
     """Return the number of ranks of the run.
 
-    `launched`: how many a launcher has started already; None if it has started none.
-    Raises PlanError if there are fewer GPUs, or not enough memory for so many processes.
+    `launched`: the number of ranks that a launcher has started already; None if it has started none.
+    Raises PlanError if there are fewer GPUs than ranks, or not enough memory for so many processes.
     """
     if launched is not None:
         return launched
@@ -291,7 +313,7 @@ def processes_of(config: Config, machine: Machine, device: str, launched: int | 
         return nproc
     nproc = default_processes(config, 0)
     memory = machine.memory_bytes
-    # Python and torch alone would bring the machine down.
+    # Else Python and torch alone would exhaust the machine's memory.
     if nproc > 1 and nproc * PROCESS > memory:
         raise PlanError(
             f"{nproc} processes take {size(nproc * PROCESS)} before they have loaded anything,"
@@ -325,10 +347,10 @@ def default_processes(config: Config, gpus: int) -> int:
     return max(1, gpus)
 
 
-def batch_norm_why(config: Config, batch: BatchPlan, norms: int) -> list[str]:
-    """Return a line on what accumulation means for batch norms; empty without either of them.
+def describe_batch_norms(config: Config, batch: BatchPlan, norms: int) -> list[str]:
+    """Return a line on accumulation with batch norms; no line if the run has not both.
 
-    `norms`: the number of batch norms of the model.
+    `norms`: the number of the model's batch norms.
     """
     if not norms or batch.accumulation == 1:
         return []
@@ -341,10 +363,14 @@ def batch_norm_why(config: Config, batch: BatchPlan, norms: int) -> list[str]:
     ]
 
 
-def precision_of(
+def resolve_precision(
     config: Config, machine: Machine, device: str, why: list[str]
 ) -> Literal["fp32", "bf16", "fp16"]:
-    """Return the type that the run computes in. Raises PlanError for one that the device lacks."""
+    """Return the type that the run computes in; under fp8 that of all but the fp8 products.
+
+    Raises PlanError for bf16 on a GPU that lacks it. A GPU without fp8 is refused when the model is
+    built (engine.fp8).
+    """
     kind = config.precision.kind
     if kind == "fp8":
         how = f"by torchao, {config.precision.scaling}"
@@ -386,11 +412,13 @@ def _steps(config: Config, batch: BatchPlan, data: DataPlan | None, why: list[st
 def total_samples(
     config: Config, batch: BatchPlan, data: DataPlan, step: int = 0, position: int = 0
 ) -> int:
-    """Return the number of samples of the whole run, which goes on after `step` at `position`.
+    """Return the number of samples of the whole run, from its start to its end.
 
     A run by `epochs` ends on the last sample; rows without weight fill up the last batch. A run by
     `steps` ends on a full batch. So do images and the user's own modules, with samples of the next
     epoch: a batch norm would see the rows that fill up a batch.
+
+    `step`, `position`: steps that are done, and samples that they have taken, if the run resumes.
     """
     if config.run.steps is not None:
         return position + max(0, config.run.steps - step) * batch.global_samples
@@ -402,8 +430,8 @@ def total_samples(
     return position + batches * batch.global_samples
 
 
-def going_on(plan: Plan, step: int, position: int) -> Plan:
-    """Return the plan of a run that goes on after `step` at `position`.
+def plan_after_resume(plan: Plan, step: int, position: int) -> Plan:
+    """Return the plan of a run that resumes after `step` at `position` in the data.
 
     Its number of steps changes if the steps before had batches of another size.
     """
@@ -421,9 +449,9 @@ def going_on(plan: Plan, step: int, position: int) -> Plan:
 def _learning_rate(
     optimizer: OptimizerConfig, mesh: Mesh, batch: BatchPlan, why: list[str]
 ) -> float:
-    """Return the learning rate.
+    """Return the peak learning rate.
 
-    If the user has set it so, it is scaled to the batch or to the number of data ranks.
+    With optimizer.lr_scaling it is scaled by the global batch or by the number of data ranks.
     """
     if optimizer.lr_scaling == "none":
         return optimizer.lr
@@ -445,9 +473,9 @@ def _learning_rate(
 
 
 def warmup_steps(schedule: ScheduleConfig, steps: int | None) -> int:
-    """Return the steps of warm-up in a run of `steps`.
+    """Return the number of warm-up steps in a run of `steps` steps.
 
-    A ratio is rounded up, as in transformers.
+    A ratio is rounded up, as in transformers. With a ratio it is 0 as long as `steps` is None.
     """
     if schedule.warmup_steps is not None:
         return schedule.warmup_steps
@@ -464,7 +492,7 @@ def _predict(
     facts: ModelFacts | None,
     data: DataPlan | None,
 ) -> Predicted:
-    """Return what is known of the model's size and of the device's speed before the run."""
+    """Return the model's size and FLOPs and the device's speed, as far as they are known."""
     peak = None
     if device == "cuda" and machine.devices:
         peak = peak_flops(machine.devices[0].name, precision)

@@ -1,4 +1,4 @@
-"""The case that a rule about combinations looks at, and questions that many rules ask.
+"""`Case`: what a rule about combinations looks at; and questions that many rules ask of it.
 
 No torch here.
 """
@@ -18,7 +18,8 @@ from drumline.plan.facts import ModelFacts
 class Case:
     """What the rules look at: a run whose strategy and devices are known.
 
-    `facts`: of the policy; None: the model is not known yet.
+    `facts` describes the policy, or the role that is checked (`rules.check_role_rules`). It is None
+    while the model is not known.
     """
 
     config: Config
@@ -40,16 +41,16 @@ def packed_bits(config: Config) -> int:
     return {"4bit": 4, "8bit": 8}.get(adapter.quantize, 0)
 
 
-def sees(case: Case) -> bool:
-    """Return whether images stand among the model's tokens."""
+def is_vision_language(case: Case) -> bool:
+    """Return whether the policy is a vision-language model: images stand among its tokens."""
     return case.facts is not None and case.facts.vision_language
 
 
-def plain(mesh: Mesh) -> bool:
+def is_data_parallel_only(mesh: Mesh) -> bool:
     """Return whether a mesh has no tensor, context, pipeline or expert parallelism."""
     return mesh.tp * mesh.cp * mesh.pp * mesh.ep == 1
 
 
-def recomputes_some(case: Case) -> bool:
+def uses_selective_checkpointing(case: Case) -> bool:
     """Return whether blocks recompute some of their activations, and keep the others."""
     return case.config.memory.activation_checkpointing == "selective"

@@ -1,13 +1,14 @@
-"""What cannot be combined, each with its reason and the nearest thing that works.
+"""The rules: what cannot be combined, why, and the nearest thing that works.
 
-The rules are checked before any process starts. No torch here.
+A rule is a generator of refusals; the first one becomes the error. `check_rules` lists all rules, and
+is called before any process starts. No torch here.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 
@@ -16,17 +17,24 @@ from drumline.config.refusal import Refusal
 from drumline.config.rollouts import VLLMGenerator
 from drumline.plan.adapter_rules import refusals as adapter_refusals
 from drumline.plan.attention import RING_CHUNK
-from drumline.plan.batch import nearest
+from drumline.plan.batch import nearest_multiples
 from drumline.plan.copies import copied_over
-from drumline.plan.facts import MULTIPLE, TP_STYLES, ModelFacts, chunkable, takes_fp8
+from drumline.plan.facts import MULTIPLE, TP_STYLES, ModelFacts, has_chunkable_mlp, takes_fp8
 from drumline.plan.optimizer_rules import refusals as optimizer_refusals
-from drumline.plan.rule import Case, packed_bits, plain, recomputes_some, sees
+from drumline.plan.rule import (
+    Case,
+    is_data_parallel_only,
+    is_vision_language,
+    packed_bits,
+    uses_selective_checkpointing,
+)
 from drumline.plan.strategy_engine import engine_spec
-from drumline.plan.stream import whole_stream
+from drumline.plan.stream import sequence_parallel_refusals
 
-# These refusals get their reason from the model: by its facts here, or when it is built.
-NO_STAGES = Refusal("pp × the model", "", "use strategy: fsdp2 or tp instead")
-NO_PARTS = Refusal("cp × the model", "", "use fsdp2, ddp or pp without cp")
+# Refusals whose reason depends on the model. It is filled in by `replace` here, from the model's facts,
+# or by `error(reason)` in engine and models, when the model is built.
+NO_PIPELINE = Refusal("pp × the model", "", "use strategy: fsdp2 or tp instead")
+NO_CONTEXT_PARALLEL = Refusal("cp × the model", "", "use fsdp2, ddp or pp without cp")
 NO_RECOMPUTING = Refusal(
     "activation checkpointing × the model",
     "",
@@ -38,26 +46,54 @@ NO_FP8 = Refusal(
 )
 NO_LIGER = Refusal("kernels=liger × the model", "", "take it out", "model.kernels")
 NO_CHUNKS = Refusal("mlp_chunk × the model", "", "take it out", "memory.mlp_chunk")
-NO_PACKS = Refusal(
+NO_PACKING = Refusal(
     "packing × the model", "", "set data.packing: false for this model", "data.packing"
 )
 
 
+Rule = Callable[[Case], Iterator[Refusal]]
+
+
 def check_rules(case: Case) -> None:
-    """Raise PlanError by the first rule that refuses the case.
+    """Raise PlanError with the first refusal of a run, judged by its policy.
 
     Rules of all strategies come first, then those of the optimizer, then the strategy's own. If
     several refuse, the order decides which one the user sees.
     """
-    rules_in_order = (
+    _raise_first_refusal(_rules_in_order(case), case)
+
+
+def check_role_rules(case: Case) -> None:
+    """Raise PlanError with the first refusal of a model besides the policy.
+
+    `case`: that of the run, with the config and the facts of this model in place of the policy's.
+    Rules about the adapter, rollouts, evaluations and health checks are left out: these are of the
+    policy, with which `check_rules` has checked them.
+    """
+    rules_of_policy = (_mps, adapter_refusals, _vllm, _evaluation, _health)
+    rules = [rule for rule in _rules_in_order(case) if rule not in rules_of_policy]
+    _raise_first_refusal(rules, case)
+
+
+def _raise_first_refusal(rules: Iterable[Rule], case: Case) -> None:
+    """Raise PlanError with the first refusal that the rules yield for a case."""
+    for rule in rules:
+        refusal = next(rule(case), None)
+        if refusal is not None:
+            raise refusal.error()
+
+
+def _rules_in_order(case: Case) -> tuple[Rule, ...]:
+    """Return all rules for a case, in the order in which they are checked."""
+    return (
         _mps,
         _images,
         adapter_refusals,
         _vllm,
         _model,
-        _written,
+        _evaluation,
         _memory,
-        _compiled,
+        _compile,
         _kernels,
         _fp8,
         _batch_norm,
@@ -70,9 +106,6 @@ def check_rules(case: Case) -> None:
         optimizer_refusals,
         engine_spec(case.strategy).refusals,
     )
-    for rule in rules_in_order:
-        for refusal in rule(case):
-            raise refusal.error()
 
 
 def _mps(case: Case) -> Iterator[Refusal]:
@@ -89,7 +122,8 @@ def _mps(case: Case) -> Iterator[Refusal]:
             "run.device",
         )
     if not config.algorithm.sees_images or case.precision != "fp32" or packed_bits(config):
-        # Other algorithms sum in fp64 on the device, which this one cannot.
+        # The algorithms that take images are sft and pretrain. All others sum in fp64 on the device,
+        # which Apple's GPU does not have.
         yield Refusal(
             "mps × what it has not been written for",
             "it is written for sft and pretrain in fp32",
@@ -99,31 +133,31 @@ def _mps(case: Case) -> Iterator[Refusal]:
 
 
 def _images(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of images, among a model's tokens or as whole samples."""
-    yield from compared_images(case.config, sees(case))
+    """Yield refusals of images, which stand among a model's tokens or are whole samples."""
+    yield from compared_images(case.config, is_vision_language(case))
     mesh = case.mesh
     images_alone = case.config.images_alone
-    if sees(case) and not case.config.algorithm.sees_images:
-        reason = "its batches carry no images, and ranks whose vision tower does not run would leave the others waiting"
+    if is_vision_language(case) and not case.config.algorithm.sees_images:
+        reason = "its batches have no images, and ranks whose vision tower does not run would leave the others waiting"
         yield Refusal(
             "images × an algorithm that is not sft or pretrain",
             reason,
             "use algorithm=sft, or a model of text",
             "algorithm",
         )
-    if sees(case) and mesh.pp > 1:
-        reason = "stages hand on hidden states alone, and the tower's features are added to those of several blocks (DeepStack)"
+    if is_vision_language(case) and mesh.pp > 1:
+        reason = "stages pass on hidden states alone, and the tower's features are added in several blocks (DeepStack)"
         yield Refusal("images × pp", reason, "use strategy=fsdp2")
-    if sees(case) and mesh.cp > 1:
-        reason = "transformers puts the features of all images into the places it counts in a row, and a rank has a part of the places"
+    if is_vision_language(case) and mesh.cp > 1:
+        reason = "transformers inserts the features of all images by counting their positions in a whole row, and a rank has a part of it"
         yield Refusal("images × cp", reason, "use strategy=fsdp2 with activation checkpointing")
     if images_alone and mesh.cp > 1:
-        reason = "an image is one sample: its pixels become tokens inside of the model, so there is no sequence to deal out to ranks"
+        reason = "an image is one sample: its pixels become tokens inside of the model, so there is no sequence to cut"
         yield Refusal("cp × images", reason, "use strategy=ddp or fsdp2")
     if images_alone and mesh.pp > 1:
         yield Refusal(
             "pp × images",
-            "the stages of a pipeline are handed token ids",
+            "the stages of a pipeline take token ids",
             "use strategy=ddp or fsdp2",
         )
 
@@ -151,7 +185,7 @@ def compared_images(config: Config, vision_language: bool) -> Iterator[Refusal]:
 
 
 def _vllm(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of rollouts that vLLM samples."""
+    """Yield refusals of vLLM as the generator of rollouts."""
     rollout = case.config.algorithm.rollout
     if rollout is None or not isinstance(rollout.generator, VLLMGenerator):
         return
@@ -159,7 +193,7 @@ def _vllm(case: Case) -> Iterator[Refusal]:
     if generator.weights != "none" and case.config.adapter.kind == "lora":
         yield Refusal(
             "vLLM × an adapter",
-            "vLLM is handed whole weights, and an adapter lies beside them",
+            "vLLM takes whole weights, and an adapter is kept beside them",
             "use generator=hf, or adapter=none",
             "algorithm.generator",
         )
@@ -173,47 +207,47 @@ def _vllm(case: Case) -> Iterator[Refusal]:
 
 
 def _model(case: Case) -> Iterator[Refusal]:
-    """Yield refusals by what the model cannot do; none if the model is not known yet."""
+    """Yield refusals because of the model's own code; none if the model is not known yet."""
     facts = case.facts
     if facts is None:
         return
     if case.mesh.cp > 1:
-        yield from _model_in_parts(case, facts)
+        yield from _context_parallel_model(case, facts)
     if case.mesh.pp > 1:
-        yield from _model_in_stages(facts)
+        yield from _pipeline_model(facts)
     if case.config.memory.activation_checkpointing != "none" and not facts.recomputes:
         yield replace(NO_RECOMPUTING, reason=f"{facts.name} has no activation checkpointing")
 
 
-def _model_in_parts(case: Case, facts: ModelFacts) -> Iterator[Refusal]:
+def _context_parallel_model(case: Case, facts: ModelFacts) -> Iterator[Refusal]:
     """Yield refusals of models whose sequences cannot be cut over the ranks of cp."""
     if facts.first_position is None:
-        reason = "its tokens would count from the start of each part, since it takes no positions from outside"
+        reason = "it takes no position ids, so each part would count its tokens from 0"
         yield Refusal("cp × a model without position ids", reason, "use strategy=ddp or fsdp2")
-    if _rings(case) and facts.bidirectional:
-        reason = "torch's ring attention takes no mask, and padding is kept out by one"
+    if _uses_ring_attention(case) and facts.bidirectional:
+        reason = "torch's ring attention takes no mask, and padding needs one"
         yield Refusal("ring × tokens that see those behind them", reason, "use ulysses")
     if facts.whole_sequences:
         reason = f"context parallelism cannot run {facts.name}: {facts.whole_sequences}"
-        yield replace(NO_PARTS, reason=reason)
-    if _rings(case) and facts.windows:
+        yield replace(NO_CONTEXT_PARALLEL, reason=reason)
+    if _uses_ring_attention(case) and facts.windows:
         reason = "ring attention in torch takes no mask, and this model has layers with windows of their own"
         yield Refusal("ring × windows", reason, "use ulysses")
 
 
-def _model_in_stages(facts: ModelFacts) -> Iterator[Refusal]:
+def _pipeline_model(facts: ModelFacts) -> Iterator[Refusal]:
     """Yield refusals of models that cannot be cut into the stages of a pipeline."""
     if facts.trains_router:
         where = "model.config.output_router_logits"
-        reason = "the loss is a product of means over all layers, and a stage has some of them"
+        reason = "the loss is a product of means over all layers, and a stage has only some of them"
         instead = f"use strategy=fsdp2, or train without it: {where}=false"
         yield Refusal("pp × the router loss of a mixture of experts", reason, instead, where)
     if facts.uncut:
-        yield replace(NO_STAGES, reason=facts.uncut)
+        yield replace(NO_PIPELINE, reason=facts.uncut)
 
 
-def _written(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of evaluations: eval.patience, eval.samples and eval.tasks."""
+def _evaluation(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of the section eval: patience, samples and tasks."""
     config = case.config
     options = config.eval
     has_held_out_rows = bool(config.data.eval or config.data.holdout)
@@ -225,11 +259,11 @@ def _written(case: Case) -> Iterator[Refusal]:
             "eval.patience",
         )
     if options.generates:
-        yield from _generated(case, has_held_out_rows)
+        yield from _evaluation_texts(case, has_held_out_rows)
 
 
-def _generated(case: Case, has_held_out_rows: bool) -> Iterator[Refusal]:
-    """Yield refusals of texts that the model writes in an evaluation."""
+def _evaluation_texts(case: Case, has_held_out_rows: bool) -> Iterator[Refusal]:
+    """Yield refusals of evaluations in which the model generates text: eval.samples, eval.tasks."""
     config = case.config
     options = config.eval
     rollout = config.algorithm.rollout
@@ -240,15 +274,17 @@ def _generated(case: Case, has_held_out_rows: bool) -> Iterator[Refusal]:
         yield Refusal(
             f"{key} × a model without text", "it gives numbers, not text", f"take {key} out", key
         )
-    if sees(case):
+    if is_vision_language(case):
         yield Refusal(
             f"{key} × images",
-            "prompts are handed to the sampler as text alone",
+            "the sampler takes prompts of text alone",
             f"take {key} out",
             key,
         )
-    if packed_bits(config) and not (case.strategy.whole_weights and plain(case.mesh)):
-        reason = "they are computed by a copy of a model that is cut, and packed weights are not handed out whole"
+    if packed_bits(config) and not (
+        case.strategy.whole_weights and is_data_parallel_only(case.mesh)
+    ):
+        reason = "they need a whole copy of a sharded model, and packed weights are not gathered"
         yield Refusal(
             f"QLoRA × {key} of a cut model", reason, f"use strategy=ddp, or take {key} out", key
         )
@@ -276,7 +312,7 @@ def _generated(case: Case, has_held_out_rows: bool) -> Iterator[Refusal]:
 
 
 def _memory(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of what saves memory in the blocks."""
+    """Yield refusals of the section memory."""
     config = case.config
     memory = config.memory
     checkpointing = memory.activation_checkpointing
@@ -295,7 +331,7 @@ def _memory(case: Case) -> Iterator[Refusal]:
             yield _memory_refusal(
                 key,
                 "tp, cp, pp, ep, zero",
-                "it is proven where a rank runs whole blocks on whole rows",
+                "it is tested with ranks that run whole blocks on whole rows alone",
                 "take it out, or use strategy=fsdp2 or ddp",
             )
         if config.compile.enabled and key != "checkpointed_blocks":
@@ -306,44 +342,42 @@ def _memory(case: Case) -> Iterator[Refusal]:
         yield _memory_refusal(
             "checkpointed_blocks",
             "no checkpointing",
-            "it counts those that are",
+            "it is the number of blocks with checkpointing",
             "use activation_checkpointing=full",
         )
     if memory.activation_offload and checkpointing == "selective":
-        reason = (
-            "what it keeps of operators goes past the tensors that autograd saves, which are moved"
-        )
+        reason = "selective checkpointing keeps tensors outside of those that autograd saves, and only these are moved"
         yield _memory_refusal(
             "activation_offload",
             "selective checkpointing",
             reason,
             "use activation_checkpointing=full",
         )
-    if memory.activation_offload and sees(case):
+    if memory.activation_offload and is_vision_language(case):
         yield _memory_refusal(
             "activation_offload",
             "images",
             "blocks of a vision tower run between those of the text",
             "take it out",
         )
-    if memory.mlp_chunk and case.facts is not None and not chunkable(case.facts):
+    if memory.mlp_chunk and case.facts is not None and not has_chunkable_mlp(case.facts):
         yield replace(
             NO_CHUNKS, reason=f"{case.facts.name} has no dense feed-forward part of the name mlp"
         )
 
 
 def _memory_refusal(key: str, other: str, reason: str, instead: str) -> Refusal:
-    """Return the refusal of a key of the section memory beside something else."""
+    """Return the refusal of a key of the section memory in combination with `other`."""
     return Refusal(f"{key} × {other}", reason, instead, f"memory.{key}")
 
 
-def _compiled(case: Case) -> Iterator[Refusal]:
+def _compile(case: Case) -> Iterator[Refusal]:
     """Yield refusals of compile.loss and compile.optimizer."""
     config = case.config
     if config.compile.loss and case.mesh.tp > 1:
         yield Refusal(
             "compile.loss × tp",
-            "parts of the vocabulary exchange sums within a chunk",
+            "ranks exchange sums over their parts of the vocabulary within a chunk",
             "take it out",
             "compile.loss",
         )
@@ -353,7 +387,7 @@ def _compiled(case: Case) -> Iterator[Refusal]:
     is_plain_step = (
         optimizer.kind in ("adamw", "sgd")
         and not optimizer.fused
-        and not _steps_in_parts(config)
+        and not _steps_per_parameter(config)
         and config.precision.master != "bf16"
     )
     if not is_plain_step or not _is_native(case) or not case.strategy.whole_weights:
@@ -373,7 +407,7 @@ def _kernels(case: Case) -> Iterator[Refusal]:
         yield replace(
             NO_LIGER,
             name="kernels=liger × cpu, tp, cp, pp, ep, zero, a module of your own",
-            reason="Triton's kernels are for GPUs, and parts of tensors, stages, DeepSpeed's hooks and other modules were not tried",
+            reason="Triton's kernels are for GPUs, and parts of tensors, stages, DeepSpeed's hooks and other modules are not tested",
         )
     if importlib.util.find_spec("liger_kernel") is None:
         yield replace(
@@ -384,7 +418,7 @@ def _kernels(case: Case) -> Iterator[Refusal]:
 
 
 def _fp8(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of weights that are gathered in fp8, and of products in fp8."""
+    """Yield refusals of precision.gather: fp8 and of precision.kind: fp8."""
     if case.config.precision.gather == "fp8":
         yield from _fp8_gathering(case)
     if case.config.precision.kind == "fp8":
@@ -396,7 +430,7 @@ def _fp8_gathering(case: Case) -> Iterator[Refusal]:
     precision = case.config.precision
     has_one_scale = precision.kind == "fp8" and precision.scaling == "tensorwise"
     is_sharded = case.strategy.data_parallel(case.mesh) == "fsdp2"
-    if not has_one_scale or not is_sharded or _steps_in_parts(case.config):
+    if not has_one_scale or not is_sharded or _steps_per_parameter(case.config):
         yield Refusal(
             "gather=fp8 × the precision or the strategy",
             "FSDP2 gathers weights in fp8 with one scale each, made after a step of them all",
@@ -424,27 +458,27 @@ def _fp8_products(case: Case) -> Iterator[Refusal]:
 
 
 def _has_fp8_layer(facts: ModelFacts) -> bool:
-    """Return whether any weight of the model's blocks can be multiplied in fp8."""
+    """Return whether a linear layer of the model's blocks can multiply in fp8."""
     weights = chain.from_iterable(block for block, _ in facts.kinds_of_blocks)
     return any(takes_fp8(weight) for weight in weights)
 
 
 def _is_native(case: Case) -> bool:
     """Return whether Drumline's own engine steps the model, on ranks that run whole layers."""
-    return case.strategy.engine(case.mesh) == "native" and plain(case.mesh)
+    return case.strategy.engine(case.mesh) == "native" and is_data_parallel_only(case.mesh)
 
 
-def _steps_in_parts(config: Config) -> bool:
+def _steps_per_parameter(config: Config) -> bool:
     """Return whether the optimizer steps parameter by parameter instead of all at once."""
     return config.optimizer.in_backward or config.optimizer.offload
 
 
 def _batch_norm(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of batch norms whose statistics ranks share."""
+    """Yield refusals of model.sync_batchnorm, by which ranks share their statistics."""
     model = case.config.model
     if not model.sync_batchnorm:
         return
-    if not (case.strategy.in_step and plain(case.mesh)):
+    if not (case.strategy.in_step and is_data_parallel_only(case.mesh)):
         reason = "batch statistics are shared over ranks that hold whole samples and are in step at each forward: under DDP, FSDP2 and ZeRO"
         yield Refusal(
             "SyncBatchNorm × a strategy that is not data parallel",
@@ -469,7 +503,7 @@ def _batch_norm(case: Case) -> Iterator[Refusal]:
 
 
 def _tensor_parallel(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of tensor parallelism by the model's plan and sizes."""
+    """Yield refusals of tensor parallelism because of the model's plan or sizes."""
     facts = case.facts
     tp = case.mesh.tp
     if facts is None or tp == 1:
@@ -507,7 +541,7 @@ def _tensor_parallel(case: Case) -> Iterator[Refusal]:
 
 
 def _sequence_parallel(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of a residual stream that is cut by tokens, if the user has asked for it."""
+    """Yield refusals of sequence parallelism, if the user has set it."""
     if not getattr(case.strategy, "sequence_parallel", False):
         return
     if case.mesh.tp == 1:
@@ -518,25 +552,25 @@ def _sequence_parallel(case: Case) -> Iterator[Refusal]:
             "strategy.sequence_parallel",
         )
     elif case.facts is not None:
-        yield from whole_stream(case.config, case.facts)
+        yield from sequence_parallel_refusals(case.config, case.facts)
 
 
 def _expert_parallel(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of experts that are cut over data ranks."""
+    """Yield refusals of expert parallelism, which cuts a mixture's experts over data ranks."""
     mesh = case.mesh
     facts = case.facts
     where = "strategy.ep"
     if mesh.ep == 1:
         return
     if mesh.tp * mesh.cp > 1:
-        reason = "experts lie on data ranks that have whole tokens; with tp its ranks hold a part of the experts each"
+        reason = "experts are on data ranks that have whole rows; with tp, each of its ranks has some of the experts"
         yield Refusal(
             "ep × tp, cp", reason, "use tp or cp without ep, or ep with ddp, fsdp2 and pp", where
         )
     if case.config.compile.enabled:
         yield Refusal(
             "ep × compile",
-            "how many tokens come to a rank is another number each time",
+            "the number of tokens that come to a rank changes from step to step",
             "use compile.enabled=false",
             where,
         )
@@ -550,30 +584,28 @@ def _expert_parallel(case: Case) -> Iterator[Refusal]:
     if facts is not None and facts.experts % mesh.ep:
         reason = f"{facts.experts} experts do not divide by ep {mesh.ep}"
         yield Refusal("ep × experts", reason, "choose an ep that divides their number", where)
-    if sees(case) or packed_bits(case.config):
+    if is_vision_language(case) or packed_bits(case.config):
         yield Refusal(
             "ep × images, QLoRA",
-            "it is proven for texts and weights that are not packed",
+            "it is tested for texts, and for weights that are not packed",
             "use fsdp2 without ep",
             where,
         )
 
 
 def _context_parallel(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of sequences that are cut over ranks."""
+    """Yield refusals of context parallelism, which cuts sequences over ranks."""
     config = case.config
     mesh = case.mesh
     if mesh.cp == 1:
         return
-    ring = _rings(case)
+    ring = _uses_ring_attention(case)
     if ring and case.device == "cpu":
         yield Refusal(
             "ring × CPU", "ring attention has no CPU kernel in torch", "use cp_method=ulysses"
         )
     if ring and config.packs:
-        reason = (
-            "torch's ring attention takes no mask, and documents of a pack are kept apart by one"
-        )
+        reason = "torch's ring attention takes no mask, and the documents of a pack need one"
         yield Refusal("ring × packing", reason, "use ulysses, or data.packing=false")
     if mesh.pp > 1:
         yield Refusal(
@@ -588,31 +620,34 @@ def _context_parallel(case: Case) -> Iterator[Refusal]:
             carrier = "the ring of torch"
         reason = f"parts of sequences are exchanged around {carrier}, not around {attention}"
         yield Refusal("cp × attention", reason, "use model.attention=auto", "model.attention")
-    yield from _length_in_parts(case)
+    yield from _context_parallel_length(case)
     if not ring:
-        yield from _heads_in_parts(case)
+        yield from _context_parallel_heads(case)
 
 
-def _length_in_parts(case: Case) -> Iterator[Refusal]:
-    """Yield the refusal of a length that does not divide into the parts of cp ranks."""
+def _context_parallel_length(case: Case) -> Iterator[Refusal]:
+    """Yield the refusal of a data.max_length that does not divide into parts for cp ranks."""
     length = case.config.data.max_length
     parts = case.mesh.cp
-    if _rings(case):
+    if _uses_ring_attention(case):
         # With two parts each, from both ends of the sequence, ranks have as much causal work.
         parts = 2 * case.mesh.cp
     reason = f"sequences of {length} tokens do not divide into {parts} parts"
-    if _rings(case) and case.precision == "fp32" and case.device != "cpu":
+    if _uses_ring_attention(case) and case.precision == "fp32" and case.device != "cpu":
         reason += (
             f" of a multiple of {RING_CHUNK} tokens, which the ring's kernel for fp32 requires"
         )
         parts *= RING_CHUNK
     if length % parts:
         yield Refusal(
-            "cp × max_length", reason, f"nearest: {nearest(length, parts)}", "data.max_length"
+            "cp × max_length",
+            reason,
+            f"nearest: {nearest_multiples(length, parts)}",
+            "data.max_length",
         )
 
 
-def _heads_in_parts(case: Case) -> Iterator[Refusal]:
+def _context_parallel_heads(case: Case) -> Iterator[Refusal]:
     """Yield the refusal of heads that do not divide by cp; none if the model is not known yet."""
     if case.facts is None:
         return
@@ -632,11 +667,11 @@ def _heads_in_parts(case: Case) -> Iterator[Refusal]:
 
 
 def _zero_bubble(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of the schedule that splits the backward of a block in two."""
+    """Yield refusals of the schedule zero_bubble, which splits the backward of a block in two."""
     if case.mesh.pp == 1 or case.strategy.pipeline_schedule()[0] != "zero_bubble":
         return
-    if recomputes_some(case):
-        reason = "the split backward goes through a block twice, and what was kept of it is given out once"
+    if uses_selective_checkpointing(case):
+        reason = "the split backward runs through a block twice, and what selective checkpointing keeps can be used once"
         instead = "use schedule: interleaved, or activation_checkpointing=full"
         yield Refusal(
             "selective checkpointing × zero_bubble",
@@ -650,10 +685,10 @@ def _zero_bubble(case: Case) -> Iterator[Refusal]:
 
 
 def _health(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of health checks that the run cannot make."""
+    """Yield refusals of the section health."""
     health = case.config.health
     if health.check_weights_every and not copied_over(case.strategy, case.mesh):
-        reason = "no rank holds the weights of another"
+        reason = "no two ranks hold the same weights"
         if case.strategy.exchange is not None:
             reason = "each rank has weights of its own between two exchanges"
         yield Refusal(
@@ -667,6 +702,6 @@ def _health(case: Case) -> Iterator[Refusal]:
         yield Refusal("on_spike=rollback × rollouts", reason, "use note or skip", "health.on_spike")
 
 
-def _rings(case: Case) -> bool:
-    """Return whether sequences are cut over ranks whose keys and values go around a ring."""
+def _uses_ring_attention(case: Case) -> bool:
+    """Return whether context parallelism passes keys and values around a ring."""
     return case.mesh.cp > 1 and case.strategy.context_method() == "ring"

@@ -18,19 +18,26 @@ Range = tuple[int, int]
 # The same floats summed in another order differ by rounding; two costs within this factor are
 # equal.
 EQUAL = 1 + 1e-9
-# FLOPs of one weight for one token: two forward, four backward.
+# FLOPs of one weight for one token: two forward, four backward. Frozen weights take four in all, but
+# stages are only compared with each other.
 FLOPS_PER_WEIGHT = 6
 
 
 class Cost(NamedTuple):
-    """The cost of a part of a model: FLOPs of one token, forward and backward, and parameters."""
+    """The cost of a part of a model.
+
+    `flops`: of one token, forward and backward. `parameters`: their number.
+    """
 
     flops: float = 0.0
     parameters: float = 0.0
 
 
 class Cut(NamedTuple):
-    """A cut of the first blocks of a model into parts, and the combined cost of these parts."""
+    """A cut of the first blocks of a model into parts.
+
+    `cost`: the combined cost of the parts. `parts`: their blocks [first, stop).
+    """
 
     cost: float
     parts: tuple[Range, ...]
@@ -57,14 +64,14 @@ def plan_pipeline(
         why.append(_describe_stages(facts, layers))
     idle = bubble(schedule, mesh.pp, per_rank, batch.accumulation)
     why.append(
-        f"{schedule} with {batch.accumulation} micro-batches in flight:"
-        f" a rank waits {idle:.0%} of a step, were stages equal"
+        f"{schedule} with accumulation {batch.accumulation}:"
+        f" a rank idles {idle:.0%} of a step if stages are equal"
     )
     return PipelinePlan(schedule=schedule, stages_per_rank=per_rank, layers=layers)
 
 
 def _describe_stages(facts: ModelFacts, layers: tuple[Range, ...]) -> str:
-    """Return a line with the size of each stage, and how slow the slowest one is."""
+    """Return a line with the number of layers of each stage, and how slow the slowest stage is."""
     stages = len(layers)
     flops = []
     sizes = []
@@ -89,10 +96,11 @@ def stage_layers(mesh: Mesh, strategy: StrategyConfig, facts: ModelFacts) -> tup
     return _cut_model(facts, mesh.pp * per_rank)
 
 
-def in_flight(mesh: Mesh, strategy: StrategyConfig) -> int:
-    """Return the least number of micro-batches that a step should have, if the user leaves it open.
+def least_accumulation(mesh: Mesh, strategy: StrategyConfig) -> int:
+    """Return the least accumulation to choose if the user leaves it open.
 
-    It is one for each rank of a pipeline, so that all ranks work.
+    It is a micro-batch for each rank of a pipeline, so that all ranks can work at once, and 1 without
+    a pipeline.
     """
     if mesh.pp == 1:
         return 1
@@ -103,7 +111,7 @@ def in_flight(mesh: Mesh, strategy: StrategyConfig) -> int:
 
 
 def bubble(schedule: str, ranks: int, per_rank: int, micro_batches: int) -> float:
-    """Return the share of a step in which a rank waits, if stages are equal and messages are free.
+    """Return the share of a step in which a rank idles, if stages are equal and messages are free.
 
     The formula is that of Narayanan et al. 2021, section 2.2. With fewer micro-batches than ranks,
     only as many ranks as micro-batches work at once, in every round of the stages.
@@ -158,12 +166,15 @@ def stage_cost(facts: ModelFacts, first: int, stop: int) -> Cost:
     """Return the cost of the stage with blocks [first, stop).
 
     The embedding is a look-up: it has parameters and no FLOPs. The head is a matrix product with all
-    its weights. A head that is tied to the embedding is held by the first and by the last stage.
+    its weights. A head that is tied to the embedding is held by the first and by the last stage. Of
+    a mixture, the FLOPs count the experts that a token passes through, and the parameters count all.
     """
     parameters = facts.parameters_before[stop] - facts.parameters_before[first]
+    active = facts.active_parameters_before[stop] - facts.active_parameters_before[first]
     if stop == len(facts.block_parameters):
         parameters += facts.head_parameters
-    flops = FLOPS_PER_WEIGHT * parameters + facts.attention_flops * (stop - first)
+        active += facts.head_parameters
+    flops = FLOPS_PER_WEIGHT * active + facts.attention_flops * (stop - first)
     if first == 0:
         parameters += facts.embedding_parameters
     return Cost(flops, parameters)

@@ -1,6 +1,6 @@
-"""The part of a strategy that makes its engine, and says what it cannot be combined with.
+"""`EngineSpec`: the part of a strategy that makes its engine, and refuses what it cannot do.
 
-The plan asks it before any process starts, so this module and the modules of its subclasses
+The plan uses it before any process starts, so this module and the modules of its subclasses
 (`engine.strategies.NAME.spec`) import torch only within `prepare` and `spread`.
 """
 
@@ -23,7 +23,8 @@ S = TypeVar("S", bound=StrategyConfig)
 class EngineSpec(Generic[S]):
     """How the engine of a strategy is made, and what the strategy cannot be combined with.
 
-    The defaults are those of a strategy with copies of the model on all ranks.
+    A strategy or a plug-in overrides what differs from the defaults here: Drumline's own engine, with a
+    copy of the model on each rank.
 
     `strategy`: the section of the YAML.
     """
@@ -36,7 +37,10 @@ class EngineSpec(Generic[S]):
         yield from ()
 
     def adopted(self, config: Config) -> Config:
-        """Return the config completed by what only a file of this strategy's sets."""
+        """Return the config with the values that the strategy's own config file sets.
+
+        Such a file is DeepSpeed's JSON (strategy.config), which may set the batch or the precision.
+        """
         return config
 
     def engine_options(
@@ -48,44 +52,46 @@ class EngineSpec(Generic[S]):
         run_dir: str,
         facts: ModelFacts | None,
     ) -> dict[str, Any] | None:
-        """Return what another package's engine is given; None for Drumline's own engine."""
+        """Return the options for another package's engine; None for Drumline's own engine.
+
+        For ZeRO they are DeepSpeed's config, and become `Plan.deepspeed`.
+        """
         return None
 
     def require(self, plan: Plan, on_progress: Callable[[str, int, int | None], None]) -> None:
-        """Raise EnvironmentFault if the machine lacks what the strategy needs.
+        """Raise EnvironmentFault if the machine lacks something that the strategy needs.
 
         It is called before any process starts.
 
-        `on_progress`: takes a message, the number of things done, and their total.
+        `on_progress`: called with a message, the number of things done, and their total, which is None
+        if it is not known.
         """
 
     def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
-        """Return the engine of a model that is laid out without weights.
+        """Return the engine of a model, or None for the engine that the plan names (`Plan.engine`).
 
-        None: it is the engine that the plan names.
-
-        `values`: the `models.shards.Values` that fill the weights. `options`: of any
-        module, see `engine.native.prepare` (plain, overlaps) and its engine (make_optimizer).
+        `model`: the torch module, whose weights are not filled yet. `values`: the
+        `models.shards.Values` that fill them. `options`: keyword arguments of
+        `engine.native.prepare`, which are only passed for a module of the user's own.
         """
         return None
 
     def spread(
         self, plan: Plan, world_mesh: Any, model: Any, roots: list[tuple[Any, Any]], values: Any
     ) -> Any:
-        """Return the `DataParallelWrapper` of a model, whose weights `values` fills.
-
-        None: each rank has a copy.
+        """Return the `DataParallelWrapper` of a model, or None if each rank keeps a copy of it.
 
         `world_mesh`: the device mesh of all ranks. `roots`: pairs (module that runs, the part of
-        the model within it), one for each stage of a pipeline, otherwise a single one.
+        the model within it), one for each stage of a pipeline, otherwise a single one. `values`: the
+        `models.shards.Values` that fill the weights.
         """
         return None
 
 
 def engine_spec(strategy: StrategyConfig) -> EngineSpec[Any]:
-    """Return the part of a strategy that makes its engine.
+    """Return the `EngineSpec` of a strategy.
 
-    Raises ConfigError if that of a plug-in cannot be imported.
+    Raises ConfigError if it belongs to a plug-in and cannot be imported.
     """
     spec: EngineSpec[Any] = part_class(strategy.engine_class)(strategy)
     return spec

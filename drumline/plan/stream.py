@@ -1,4 +1,4 @@
-"""Sequence parallelism beside tensor parallelism: whether it is on, and why a stream cannot be cut.
+"""Rules of sequence parallelism, which cuts the residual stream by tokens between tp's layers.
 
 No torch here.
 """
@@ -11,9 +11,9 @@ from drumline.config.config import Config
 from drumline.config.refusal import Refusal
 from drumline.plan.facts import ModelFacts
 
-# Types of models whose losses and gradients with a cut stream were compared with those of one
-# process: in tests/distributed/test_tensor_parallel.py, BERT's in test_classify.py. The stream of
-# another type is cut only if the user asks for it.
+# Types of models (model_type) whose losses and gradients under sequence parallelism were compared with
+# those of one process, in tests/distributed: test_tensor_parallel.py, and test_classify.py for BERT.
+# For all others it is off unless the user sets it.
 PROVEN = frozenset(
     (
         "apertus", "arcee", "bert", "cohere", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5",
@@ -27,14 +27,14 @@ PROVEN = frozenset(
 )  # fmt: skip
 
 
-def reason_against_stream(config: Config, facts: ModelFacts | None) -> str:
-    """Return why sequence parallelism is off if the user has left it open; empty if it is on.
+def reason_against_sequence_parallelism(config: Config, facts: ModelFacts | None) -> str:
+    """Return why sequence parallelism is off by default for a model; empty if it is on.
 
-    `facts`: of the model; None: it is not known, or a module of the user's own.
+    `facts`: of the model; None if it is not known, or is a module of the user's own.
     """
     if facts is None:
         return "what the model computes between its layers is not known"
-    refusal = next(whole_stream(config, facts), None)
+    refusal = next(sequence_parallel_refusals(config, facts), None)
     if refusal is not None:
         return refusal.reason
     strategy = config.strategy
@@ -45,8 +45,8 @@ def reason_against_stream(config: Config, facts: ModelFacts | None) -> str:
     return ""
 
 
-def whole_stream(config: Config, facts: ModelFacts) -> Iterator[Refusal]:
-    """Yield refusals of a residual stream that is cut over tp ranks."""
+def sequence_parallel_refusals(config: Config, facts: ModelFacts) -> Iterator[Refusal]:
+    """Yield why sequence parallelism cannot be used with a model."""
     where = "strategy.sequence_parallel"
     instead = "use tp without it"
     reason = facts.whole_stream
@@ -60,7 +60,9 @@ def whole_stream(config: Config, facts: ModelFacts) -> Iterator[Refusal]:
             "sequence_parallel × the router loss of a mixture of experts", reason, instead, where
         )
     if facts.drops_stream:
-        reason = "tp ranks draw alike, so their parts of a sequence would drop the same places"
+        reason = (
+            "tp ranks draw the same random numbers, so their parts would drop the same positions"
+        )
         yield Refusal(
             "sequence_parallel × dropout over the stream",
             reason,
@@ -68,5 +70,5 @@ def whole_stream(config: Config, facts: ModelFacts) -> Iterator[Refusal]:
             where,
         )
     if config.adapter.kind == "lora" and facts.tp_styles & {"rowwise_split_input", "rowwise_rep"}:
-        reason = "the adapter of a layer whose inputs are whole would give all tokens, and the layer gives a part"
+        reason = "the adapter of a layer with whole inputs would return all tokens, and the layer returns a part"
         yield Refusal("sequence_parallel × LoRA × layers with whole inputs", reason, instead, where)

@@ -1,7 +1,7 @@
-"""Large weights of a model's blocks that an adapter does not reach, or that QLoRA leaves unpacked.
+"""Find large weights of a model's blocks that LoRA does not adapt, or that QLoRA does not pack.
 
-The facts of a model under its adapter tell both: a frozen weight is adapted if it is the base layer
-of an adapter. No torch here.
+Both follow from the facts of the model under its adapter: a frozen weight is adapted if it is the
+base layer of an adapter. No torch here.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from drumline.config.config import Adapter, LoRAConfig
 from drumline.plan.explain import count
 from drumline.plan.facts import ModelFacts, Weight, is_packed
 
-# A group below this share of all weights would be shown as 0%, as short convolutions would.
+# Groups with a smaller share of all weights, such as short convolutions, would be shown as 0%.
 SMALLEST_SHARE = 0.005
 
 
 class Unadapted(NamedTuple):
-    """Weights of one kind that lack the same.
+    """Weights of one kind that lack an adapter, packing, or both.
 
-    `names`: inside their blocks; `parameters`: of all blocks together; `total`: of the whole model,
-    without the adapter's own.
+    `names`: the names inside their blocks. `parameters`: the number of their parameters in all blocks.
+    `total`: the number of the whole model's parameters, without those of the adapter.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Unadapted(NamedTuple):
 
 @dataclass
 class _Group:
-    """Weights of one kind that lack the same: names inside their blocks, and parameters of all."""
+    """Names and number of parameters of an `Unadapted` while its weights are collected."""
 
     names: list[str] = field(default_factory=list)
     parameters: int = 0
@@ -105,9 +105,9 @@ def _is_multiplied(weight: Weight) -> bool:
 
 
 def _kind(weight: Weight, is_of_tower: bool) -> str:
-    """Return what weights of this kind are called, in words that a user knows.
+    """Return the user's word for weights of this kind.
 
-    `is_of_tower`: if it is of a linear layer, this is one of a vision tower.
+    `is_of_tower`: a linear layer with this weight is one of a vision tower.
     """
     if weight.style == "experts" or "expert" in weight.name:
         return "experts"
@@ -117,7 +117,7 @@ def _kind(weight: Weight, is_of_tower: bool) -> str:
 
 
 def _parameters_of_factors(facts: ModelFacts) -> int:
-    """Return the number of parameters that the adapter has added."""
+    """Return the number of the adapter's own parameters."""
     added = 0
     for block, number in facts.kinds_of_blocks:
         added += number * sum(weight.numel for weight in block if ".lora_" in weight.name)

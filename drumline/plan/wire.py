@@ -1,4 +1,4 @@
-"""How gradients are packed for sending, by the engines and in the planner's counts."""
+"""Sizes of compressed gradients, on which the engines and the planner's counts must agree."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 
 MIB = 2**20
-# Entries that share a scale of the 8-bit code (engine.compress.Int8), and bytes of that scale.
+# Entries that share a scale under 8-bit compression (engine.compress.Int8), and bytes of this scale.
 BLOCK = 256
 SCALE = 4
-# Bytes of gradients that engine.data_parallel averages together.
+# Bytes of gradients that engine.data_parallel averages in one collective.
 BUCKET = 25 * MIB
 
 
 def is_halved(shape: Sequence[int], rank: int) -> bool:
-    """Return whether PowerSGD's factors have at most half the entries of a tensor.
+    """Return whether PowerSGD's factors of this rank have at most half the entries of a tensor.
 
-    The tensor is taken as a matrix of `shape[0]` rows.
+    The tensor is factorised as a matrix of `shape[0]` rows. Other tensors are sent whole.
     """
     if len(shape) <= 1:
         return False

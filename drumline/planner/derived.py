@@ -303,7 +303,7 @@ def _resized(facts: ModelFacts, old: Dimensions, new: Dimensions, length: int) -
     outside = sum(weight.numel for weight in ends)
     head = new["vocabulary"] * new["hidden"]
     embedding = outside
-    is_tied = any(weight.place == "both" for weight in ends)
+    is_tied = any(weight.position == "both" for weight in ends)
     if not is_tied:
         embedding -= head
     # Matrix products, as models.load.facts counts them: those of the blocks and of the head. The head

@@ -43,7 +43,7 @@ from drumline.models.build import ModelHead, lay_out
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config
 from drumline.models.shards import NothingToFill, Values
-from drumline.plan.attention import choice_of
+from drumline.plan.attention import choose_by_facts
 from drumline.plan.estimate import Activations
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataPlan, Layout, Plan, Predicted
@@ -124,7 +124,7 @@ def trace_inputs(
     is_low_deepspeed = layout.engine == "deepspeed" and plan.precision != "fp32"
     # The type of all weights while they compute; None under autocast.
     dtype: str | None
-    if layout.pure or is_low_deepspeed:
+    if layout.is_pure_bf16 or is_low_deepspeed:
         dtype = plan.precision
     else:
         dtype = config.strategy.gathered_in(plan.precision, config.images_alone)
@@ -133,7 +133,7 @@ def trace_inputs(
     return {
         "plan": json.loads(plan.model_dump_json()),
         "rows": layout.rows,
-        "length": layout.length,
+        "length": layout.max_length,
         "dtype": dtype,
         "model": hf_config.to_dict(),
         "layers": _layer_counts(layer_types, facts.layers),
@@ -195,7 +195,7 @@ def _config_of_trace(config: Config, layout: Layout, facts: ModelFacts) -> Confi
         # cost.memory counts the bytes of quantised weights.
         update["adapter"] = config.adapter.model_copy(update={"quantize": "none"})
     if config.compile.enabled:
-        kernel = choice_of(layout, facts).kernel
+        kernel = choose_by_facts(layout, facts).kernel
         if kernel == "masked" and not facts.keeps_scores:
             # The layout compiles, so its attention takes a mask. The trace compiles nothing and would
             # choose another kernel; sdpa keeps the masked one.
@@ -273,7 +273,7 @@ def _measure_activations(inputs: dict[str, Any], layout: Layout) -> Activations:
         few, more = trace_in_child(inputs)
     else:
         few, more = trace_depths(inputs)
-    tokens = layout.rows * layout.length / layout.mesh.cp
+    tokens = layout.rows * layout.max_length / layout.mesh.cp
 
     def fit_line(few_bytes: int, more_bytes: int) -> _LinearInLayers:
         """Return the linear function that has these bytes at the two depths."""

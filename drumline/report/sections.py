@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from drumline.config.config import Config
 from drumline.config.section import Section
 from drumline.errors import DrumlineError
-from drumline.plan.explain import flow
+from drumline.plan.explain import flow_style
 from drumline.report.facts import (
     HELD_OUT,
     RATES,
@@ -369,7 +369,7 @@ def _unrewarded_episodes(run: RunFacts) -> list[str]:
 
 def short(value: Any) -> str:
     """Return a value of the config on one line; keys inside of it that are not set are left out."""
-    text = flow(_without_unset(value))
+    text = flow_style(_without_unset(value))
     if len(text) <= MOST_CELL:
         return text
     return f"{text[:MOST_CELL]} …"

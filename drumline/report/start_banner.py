@@ -19,7 +19,7 @@ def banner_lines(plan: Plan) -> list[str]:
         "model": named_model(plan),
         "data": describe_data(plan),
         "strategy": f"{algorithm} with {strategy} on {devices} × {plan.device}, {plan.precision}",
-        "batch": plan.batch.rule(plan.mesh.data_ranks),
+        "batch": plan.batch.describe_product(plan.mesh.data_ranks),
         "steps": f"{steps}, learning rate {plan.lr:g} ({config.schedule.kind})",
     }
     estimate = plan.predicted.estimate

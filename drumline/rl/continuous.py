@@ -21,7 +21,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 
 from drumline.dist.copies import copy_to_device
 from drumline.errors import DrumlineError
-from drumline.plan.attention import as_before
+from drumline.plan.attention import original_attention
 from drumline.rl.generate import (
     WHERE,
     Completion,
@@ -150,7 +150,7 @@ class ContinuousGenerator(HFGenerator):
         has_stop_texts = bool(self.config.stop)
         with (
             generating(self.model),
-            as_before(self.model),
+            original_attention(self.model),
             self._manager(requests, noise) as manager,
         ):
             for name in longest_first:

@@ -26,7 +26,7 @@ import torch
 from drumline.dist.reduce import SumReducer
 from drumline.plan.estimate import Estimate
 from drumline.plan.plan import Plan
-from drumline.plan.rule import plain
+from drumline.plan.rule import is_data_parallel_only
 from drumline.system import heartbeat
 from drumline.telemetry.events import Emit, Measured, Planned
 from drumline.telemetry.memory_tracker import LiveBytes, MemoryStats, Phase
@@ -157,8 +157,8 @@ class Measure:
         if self.plan.device == "cuda" and phase is None:
             # The peak between steps (loading, evaluation, rollouts) does not belong to a step.
             torch.cuda.reset_peak_memory_stats()
-        # `place`, since `device` is "cpu" also for the tensors of an mps device.
-        if is_instrumented and self.plan.place == "cpu":
+        # `device_type`, since `device` is "cpu" also for the tensors of an mps device.
+        if is_instrumented and self.plan.device_type == "cpu":
             if self._tracker is None:
                 self._tracker = LiveBytes()
             self._tracker.phase = phase
@@ -310,7 +310,7 @@ class Measure:
             traffic=self._mean_traffic(),
             # Weights and gradients are sent whole; activations, which other parallelism sends,
             # grow with the tokens.
-            grows=not plain(self.plan.mesh),
+            grows=not is_data_parallel_only(self.plan.mesh),
             width=token_fill,
         )
 

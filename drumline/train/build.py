@@ -26,7 +26,7 @@ from drumline.errors import CheckpointError, DataError
 from drumline.hardware.detect import cache_dir
 from drumline.models.own import own_build
 from drumline.plan.plan import Plan
-from drumline.plan.resolve import going_on
+from drumline.plan.resolve import plan_after_resume
 from drumline.system.signals import StopFlag
 from drumline.telemetry.devices import Meter
 from drumline.telemetry.events import Emit, Event, series
@@ -59,7 +59,7 @@ def build(
     if config.run.deterministic:
         use_deterministic_kernels()
     set_kernels(plan)
-    device = f"cuda:{gpu(ranks)}" if plan.device == "cuda" else plan.place
+    device = f"cuda:{gpu(ranks)}" if plan.device == "cuda" else plan.device_type
     verification = _verify_caches(plan, ranks)
 
     # The model, and what the run resumes from.
@@ -88,7 +88,7 @@ def build(
         with goodput.spend("restore"):
             state = resume_point.restore(engine, emit, time.time() - search_seconds)
     # Changes `steps` and `warmup_steps` if the steps before had batches of another size.
-    plan = going_on(plan, state.step, state.position)
+    plan = plan_after_resume(plan, state.step, state.position)
 
     # The algorithm and the data.
     reducer = SumReducer(

@@ -179,7 +179,7 @@ def _plan_from_rank_0(ranks: RankInfo, stack: ExitStack) -> tuple[Plan, Resume |
     """Wait for rank 0's plan, and tell rank 0 whether this host has the run folder."""
     answer = _received("plan", ranks)
     os.environ.update(answer["secrets"])
-    plan = Plan.of(answer["plan"])
+    plan = Plan.from_values(answer["plan"])
     resume = Resume.parse(answer["resume"])
     run_dir = Path(plan.run_dir)
     reply = ""

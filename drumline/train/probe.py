@@ -108,7 +108,7 @@ def _run_candidate(
     config = short_config(candidate, run_dir, rows)
     plan = make_plan(Request(replace(loaded, config=config)), on_progress=on_progress)
     run_dir.mkdir(parents=True, exist_ok=True)
-    plan.measured_only().save(run_dir / "plan.json")
+    plan.measurement_plan().save(run_dir / "plan.json")
     code = launch_trial(plan, run_dir / "plan.json", f"probe {name}", on_progress)
     measured = newest_measurement(read(run_dir / "events.jsonl"))
     if code or measured is None:

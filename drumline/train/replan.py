@@ -16,7 +16,7 @@ from drumline.hardware.detect import Machine, detect
 from drumline.launch.local import furthest_step
 from drumline.plan.estimate import Estimate
 from drumline.plan.explain import size, strategy_name
-from drumline.plan.out_of_memory import Exhausted, limit, verdict
+from drumline.plan.out_of_memory import Exhausted, corrected_limit, verdict
 from drumline.plan.plan import Plan
 from drumline.plan.resolve import KnownModel, resolve
 from drumline.planner.cluster import cluster_here
@@ -77,7 +77,7 @@ def advise(plan: Plan, oom: Exhausted, baseline: Config | None = None) -> Advice
     predicted = estimate(plan, question.facts, question.cluster)
     if oom.killed and plan.device == "cuda":
         return Advice(_host_line(predicted), None, predicted)
-    memory_bytes = limit(oom, predicted.memory, predicted.limit)
+    memory_bytes = corrected_limit(oom, predicted.memory, predicted.limit)
     question = _with_memory(question, memory_bytes)
     peak = predicted.memory.peak
     fitting, leanest = find_fallbacks(question, plan, memory_bytes, peak, baseline)

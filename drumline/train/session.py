@@ -46,7 +46,7 @@ from drumline.models.blocks import Units
 from drumline.models.containers import map_tensors
 from drumline.models.tape import Build
 from drumline.plan.explain import default_run_dir
-from drumline.plan.resolve import batch_norm_why
+from drumline.plan.resolve import describe_batch_norms
 from drumline.system.output import Verbosity, say, say_note, verbosity
 from drumline.system.signals import StopFlag
 from drumline.telemetry.events import Emit, Eval
@@ -312,7 +312,7 @@ class Session:
             return
         for model in self._models.values():
             layers = len(batch_norms(model.engine.model))
-            for line in batch_norm_why(self.plan.config, self.plan.batch, layers):
+            for line in describe_batch_norms(self.plan.config, self.plan.batch, layers):
                 say_note(line)
 
     @property

@@ -59,7 +59,13 @@ from drumline.models.vision import vision_of
 from drumline.plan.explain import default_run_dir, size
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataIdentity, DataPlan, Plan, RolePlan
-from drumline.plan.resolve import KnownModel, batch_norm_why, device_of, processes_of, resolve
+from drumline.plan.resolve import (
+    KnownModel,
+    describe_batch_norms,
+    resolve,
+    resolve_device,
+    resolve_processes,
+)
 from drumline.plan.strategy_engine import engine_spec
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
@@ -131,8 +137,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
 
     # The devices, and how the work is spread over them.
     machine = request.machine or detect()
-    device = device_of(config, machine)
-    processes = processes_of(config, machine, device, request.world_size)
+    device = resolve_device(config, machine)
+    processes = resolve_processes(config, machine, device, request.world_size)
     cluster, about_cluster = cluster_here(config, machine, device, processes)
     has_fixed_processes = request.world_size is not None or config.launch.nproc is not None
     question = build_question(
@@ -457,7 +463,7 @@ def plan_own_module(request: Request, dry_run: bool, on_progress: OnProgress) ->
         assign_stages(module, plan.mesh.pp)
     if not dry_run:
         engine_spec(plan.config.strategy).require(plan, on_progress)
-    about_batch_norm = batch_norm_why(config, plan.batch, len(batch_norms(module)))
+    about_batch_norm = describe_batch_norms(config, plan.batch, len(batch_norms(module)))
     return plan.model_copy(update={"why": [*plan.why, *about_batch_norm]})
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from drumline.plan.facts import ModelFacts, experts_over
+from drumline.plan.facts import ModelFacts, with_local_experts
 from drumline.plan.plan import Plan
 from drumline.planner.cost.activations import formula
 from drumline.planner.cost.memory import memory, memory_of_rank
@@ -282,7 +282,7 @@ def test_the_peak_is_near(measured: dict[str, Measured], name: str) -> None:
     assert said.overhead == 0
     parts = said.parameters + said.optimizer + said.activations + said.logits + said.buffers
     assert parts <= said.peak <= parts + said.gradients + 4  # gradients may come after the peak
-    share = experts_over(facts, plan.mesh.ep)
+    share = with_local_experts(facts, plan.mesh.ep)
     kept = formula(plan, share)
     stages = [memory_of_rank(plan, share, kept, stage) for stage in range(plan.mesh.pp)]
     assert said.peak == max(stage.peak for stage in stages)

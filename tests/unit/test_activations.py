@@ -20,7 +20,7 @@ from drumline.engine.offload import ActivationOffload
 from drumline.engine.transforms import apply_mlp_chunks
 from drumline.errors import PlanError
 from drumline.models.blocks import set_blocks
-from drumline.plan.facts import Weight, chunkable
+from drumline.plan.facts import Weight, has_chunkable_mlp
 from drumline.plan.plan import Layout, Plan
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
@@ -303,8 +303,8 @@ def test_a_mixture_is_not_cut_into_chunks() -> None:
     gate = Weight("mlp.gate.weight", (4, 64))
     experts = Weight("mlp.experts.gate_up_proj", (4, 64, 64))
 
-    assert chunkable(FACTS)
-    assert not chunkable(replace(FACTS, block_weights=((gate, experts),)))
+    assert has_chunkable_mlp(FACTS)
+    assert not has_chunkable_mlp(replace(FACTS, block_weights=((gate, experts),)))
 
 
 class _Twice(torch.autograd.Function):

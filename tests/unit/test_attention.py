@@ -46,7 +46,13 @@ from drumline.models.head import (
     trunk_and_head,
 )
 from drumline.models.load import facts, load_config
-from drumline.plan.attention import PACKAGES, as_before, by_documents, choice_of, choose
+from drumline.plan.attention import (
+    PACKAGES,
+    choose,
+    choose_by_facts,
+    has_drumline_attention,
+    original_attention,
+)
 from drumline.plan.plan import BatchPlan, Layout
 from drumline.planner.cost.activations import formula
 from drumline.vendor.torch import TorchDispatchMode
@@ -211,7 +217,7 @@ def test_losses_and_gradients_of_the_mask(kind: str, rows: str) -> None:
     masked, masked_gradients = loss_and_gradients(model, batch)
     attend_by_documents(model, layout())
 
-    assert by_documents(model)
+    assert has_drumline_attention(model)
 
     loss, gradients = loss_and_gradients(model, batch)
     torch.testing.assert_close(loss, masked, rtol=1e-5, atol=0)
@@ -552,10 +558,10 @@ def test_generation_is_that_of_the_model(kind: str) -> None:
 
     assert torch.equal(model.generate(**options), plain)
 
-    with as_before(model):
-        assert not by_documents(model)
+    with original_attention(model):
+        assert not has_drumline_attention(model)
 
-    assert by_documents(model)
+    assert has_drumline_attention(model)
 
 
 @pytest.mark.full
@@ -571,7 +577,7 @@ def test_the_planner_charges_no_mask_where_none_is_made() -> None:
     assert sizes.heads * sizes.head_dim == queries
     assert sizes.kv_heads * sizes.head_dim == keys
     assert masked - by_document == 4 * (layout().length + repeated - joined)
-    assert choice_of(layout(), sizes).kernel == "documents"
+    assert choose_by_facts(layout(), sizes).kernel == "documents"
 
 
 # ------------------------------------------------------------------------------------------------------- kernels for variable lengths
@@ -839,12 +845,12 @@ def line_of(chosen: Layout) -> str:
 
 
 def test_which_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drumline.plan.attention.installed", lambda name: False)
+    monkeypatch.setattr("drumline.plan.attention.is_installed", lambda name: False)
     for kernel, cases in WITHOUT_PACKAGES.items():
         for options in cases:
             assert_chosen(kernel, **options)
 
-    monkeypatch.setattr("drumline.plan.attention.installed", lambda name: name == "flash_attn")
+    monkeypatch.setattr("drumline.plan.attention.is_installed", lambda name: name == "flash_attn")
     for kernel, cases in WITH_FLASH_ATTN.items():
         for options in cases:
             assert_chosen(kernel, **options)

@@ -188,9 +188,9 @@ def test_a_machine_without_triton_or_a_compiler_stays_eager(
 ) -> None:
     question = on_h100("strategy=single")
     here = replace(question, cluster=replace(question.cluster, is_this_machine=True))
-    monkeypatch.setattr(compiling, "installed", lambda package: False)
+    monkeypatch.setattr(compiling, "is_installed", lambda package: False)
     assert "triton is missing here" in choose_compile(here)[1]
-    monkeypatch.setattr(compiling, "installed", lambda package: True)
+    monkeypatch.setattr(compiling, "is_installed", lambda package: True)
     monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
     assert "C compiler" in choose_compile(here)[1]
     assert choose_compile(question)[0].compile.enabled  # another machine is taken to have both

@@ -220,7 +220,7 @@ def test_weights_change_steps_and_not_the_cache(workspace: Workspace) -> None:
     assert second.samples == 10
     assert second.per_epoch == 30
 
-    line = "data.train: an epoch has 30 samples of two.jsonl, × 3 of its 10 (75.0% of it)"
+    line = "data.train: an epoch has 30 samples of two.jsonl, × 3 of its 10 (75.0% of the epoch)"
     assert data.mixture[1] == line
 
     other = workspace.prepare({**one, "weight": 1}, {**two, "repeats": 0.5})

@@ -16,9 +16,9 @@ from drumline.launch.postmortem import RankEnd, exhausted
 from drumline.plan.estimate import Memory
 from drumline.plan.out_of_memory import (
     Exhausted,
+    corrected_limit,
     correction,
     is_out_of_memory,
-    limit,
     misestimate,
     verdict,
 )
@@ -184,7 +184,7 @@ def test_a_plan_that_was_right_says_that_there_is_too_little() -> None:
         == "the plan predicted 40.00 GiB, more than there is room for; most of it activations, 14.00 GiB"
     )
     assert correction(out, planned()) == 1.0
-    assert limit(out, planned(), 80 * GiB) == 32 * GiB
+    assert corrected_limit(out, planned(), 80 * GiB) == 32 * GiB
 
 
 def test_what_the_plan_was_short_of_makes_the_limit_smaller() -> None:
@@ -197,7 +197,7 @@ def test_what_the_plan_was_short_of_makes_the_limit_smaller() -> None:
         room=59 * GiB,
     )
     assert correction(out, planned()) == 1.5
-    assert limit(out, planned(), 80 * GiB) == 40 * GiB
+    assert corrected_limit(out, planned(), 80 * GiB) == 40 * GiB
     fragmented = Exhausted(
         rank=0,
         during="backward",

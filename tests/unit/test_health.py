@@ -302,7 +302,7 @@ CHECKED = {"check_weights_every": 5}
         (
             {"strategy": "fsdp2", "health": CHECKED},
             Mesh(shard=2),
-            "no rank holds the weights of another",
+            "no two ranks hold the same weights",
         ),
         (
             {"strategy": "local_sgd", "health": CHECKED},

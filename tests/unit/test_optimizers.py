@@ -115,11 +115,11 @@ def test_states_have_the_bytes_that_are_counted(kind: str) -> None:
     states = tensors_in(*optimizer.state.values())
     counted = 0
     for name, parameter in named.items():
-        place = "block" if name in MATRICES else "before"
+        position = "block" if name in MATRICES else "before"
         weight = Weight(
             name,
             parameter.shape,
-            place=place,
+            position=position,
         )
         counted += moment_bytes(options, weight, parameter.numel())
 

@@ -152,6 +152,14 @@ def test_batch_says_the_arithmetic_and_the_nearest(
     assert_says(error, says)
 
 
+def test_tokens_of_images_are_not_called_a_length() -> None:
+    asked = config(
+        algorithm={"kind": "classify", "modality": "image"}, batch={"global_tokens": 1000}
+    )
+    with pytest.raises(PlanError, match="multiple of the 128 tokens that an image counts as"):
+        resolve_batch(asked, 1)
+
+
 def test_both_globals_are_refused() -> None:
     with pytest.raises(ValueError, match="not both"):
         BatchConfig(global_samples=2, global_tokens=256)
@@ -339,6 +347,12 @@ def test_dp_says_why_ddp_is_better() -> None:
     assert has_reason(one, "strategy ddp has none of that")
 
 
+def test_an_optimizer_on_the_host_is_said_to_be_offloaded() -> None:
+    offloaded = plan(strategy="ddp", optimizer={"offload": True})
+    assert "offload optimizer states" in explain(offloaded)
+    assert "offload none" in explain(plan(strategy="ddp"))
+
+
 def test_fsdp2_shards_over_the_ranks_of_a_sequence_too() -> None:
     sharded = plan_line(plan(world_size=2, strategy={"kind": "fsdp2", "cp": 2}))
     assert "fsdp2 × cp 2" in sharded
@@ -351,6 +365,13 @@ def test_fsdp2_shards_over_the_ranks_of_a_sequence_too() -> None:
 def test_more_processes_than_samples() -> None:
     with pytest.raises(PlanError, match="4 data ranks but only 3 training samples"):
         plan(world_size=4, data=DataPlan(train_cache="c", train_samples=3))
+
+    # Two tensor-parallel ranks take the same sample.
+    few = DataPlan(train_cache="c", train_samples=1)
+    with pytest.raises(PlanError, match="2 data ranks but only 1 training samples") as raised:
+        plan(world_size=4, strategy={"kind": "ddp", "tp": 2}, data=few)
+    assert raised.value.fix is not None
+    assert "--nproc 2" in raised.value.fix
 
 
 def test_plan_survives_its_file(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def plan(world_size: int, facts: ModelFacts | None = FACTS, **sections: Any) -> 
         (
             {"adapter": LORA | {"quantize": "8bit"}, "strategy": "local_sgd"},
             "adapter.quantize",
-            "where all ranks step together",
+            "with ranks that step together",
         ),
         (
             {
@@ -58,12 +58,12 @@ def plan(world_size: int, facts: ModelFacts | None = FACTS, **sections: Any) -> 
                 "algorithm": {"kind": "grpo", "rewards": ["math"]},
             },
             "adapter.quantize",
-            "not handed out whole",
+            "are not gathered",
         ),
         (
             {"adapter": LORA | {"dora": True}, "strategy": "tp"},
             "adapter.dora",
-            "length of whole rows",
+            "norms of whole rows",
         ),
         (
             {"adapter": LORA | {"trainable_tokens": [3]}, "strategy": "tp"},
@@ -85,7 +85,7 @@ def plan(world_size: int, facts: ModelFacts | None = FACTS, **sections: Any) -> 
                 "algorithm": {"kind": "dpo", "reference": "adapter"},
             },
             "algorithm.reference",
-            "not what training starts from",
+            "not the one that training starts from",
         ),
         (
             {"checkpoint": {"export_adapter": True}},
@@ -95,7 +95,7 @@ def plan(world_size: int, facts: ModelFacts | None = FACTS, **sections: Any) -> 
         (
             {"checkpoint": {"export_adapter": True}, "adapter": LORA, "model": {"init": "random"}},
             "checkpoint.export_adapter",
-            "in no folder",
+            "in no published folder",
         ),
         (
             {"model": {"sync_batchnorm": True}, "strategy": "tp"},
@@ -123,7 +123,7 @@ def plan(world_size: int, facts: ModelFacts | None = FACTS, **sections: Any) -> 
                 "strategy": {"kind": "pp", "schedule": "zero_bubble"},
             },
             "memory.activation_checkpointing",
-            "goes through a block twice",
+            "runs through a block twice",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from drumline.config.config import Config
 from drumline.config.strategy import StrategyConfig
 from drumline.hardware.cluster import Cluster, DeviceSpec, Link
 from drumline.plan.estimate import HostMemory, Memory, Traffic
-from drumline.plan.facts import ModelFacts, Part, Weight, part, rank_params
+from drumline.plan.facts import ModelFacts, PipelinePart, Weight, local_numel, part_sizes
 from drumline.plan.plan import BatchPlan, Layout, Plan, RolePlan
 from drumline.plan.stages import plan_pipeline
 from drumline.planner.cost.activations import formula
@@ -192,7 +192,7 @@ class LeanCost(StrategyCost["Lean"]):
         self,
         layout: Layout,
         facts: ModelFacts,
-        mine: Part,
+        mine: PipelinePart,
     ) -> State:
         return replace(super().state(layout, facts, mine), optimizer=0)
 
@@ -267,18 +267,18 @@ def test_the_fullest_rank_holds_the_rounded_up_part(
     shards: int,
     entries: int,
 ) -> None:
-    assert part(weight, tp, shards) == entries
+    assert local_numel(weight, tp, shards) == entries
 
 
 def test_tied_ends_are_on_both_ranks_of_a_pipeline() -> None:
-    tied = replace(FACTS, end_weights=(ENDS[0]._replace(place="both"), ENDS[1]))
-    first = Part(((0, 4),), True, False)
-    last = Part(((4, 8),), False, True)
-    alone = Part(((0, 8),))
+    tied = replace(FACTS, end_weights=(ENDS[0]._replace(position="both"), ENDS[1]))
+    first = PipelinePart(((0, 4),), True, False)
+    last = PipelinePart(((4, 8),), False, True)
+    alone = PipelinePart(((0, 8),))
 
-    assert rank_params(tied, first).entries == 4 * PER_BLOCK + V * H
-    assert rank_params(tied, last).entries == 4 * PER_BLOCK + V * H + H
-    assert rank_params(tied, alone).entries == 8 * PER_BLOCK + V * H + H
+    assert part_sizes(tied, first).entries == 4 * PER_BLOCK + V * H
+    assert part_sizes(tied, last).entries == 4 * PER_BLOCK + V * H + H
+    assert part_sizes(tied, alone).entries == 8 * PER_BLOCK + V * H + H
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def test_sampling_is_bound_by_memory() -> None:
 
 def test_a_model_of_no_known_blocks_is_gathered_at_once() -> None:
     one = replace(
-        model(), block_weights=(), end_weights=(Weight("w", (4096, 4096), place="before"),)
+        model(), block_weights=(), end_weights=(Weight("w", (4096, 4096), position="before"),)
     )
     how = layout("zero3")
     assert seconds(how, one, cluster(), flows(how, one)).communication > 0

@@ -128,7 +128,12 @@ def on_mps(folder: Path, world: int | None, **sections: object) -> None:
         model=KnownModel(),
         data=None,
     )
-    assert (plan.place, plan.device, plan.backend, plan.precision) == ("mps", "cpu", "gloo", "fp32")
+    assert (plan.device_type, plan.device, plan.backend, plan.precision) == (
+        "mps",
+        "cpu",
+        "gloo",
+        "fp32",
+    )
 
 
 @pytest.mark.claim("Windows is refused in one line, and MPS takes one process")

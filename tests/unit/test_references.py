@@ -130,7 +130,7 @@ def test_what_training_starts_from_is_its_own_reference(
 def test_an_adapter_that_is_not_there_cannot_be_switched_off(tmp_path: Path, model: Path) -> None:
     with pytest.raises(
         PlanError,
-        match=r"algorithm\.reference: .*: without an adapter there is none to switch off — use adapter=lora",
+        match=r"algorithm\.reference: .*: there is no adapter to switch off — use adapter=lora",
     ):
         plan_of(tmp_path, model, reference="adapter")
     with pytest.raises(

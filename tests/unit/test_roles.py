@@ -106,6 +106,11 @@ def planned(tmp_path: Path, strategy: Any, key: str, **algorithm: Any) -> Plan:
         model={"id": str(policy)},
         strategy=strategy,
     )
+    return plan_of(asked)
+
+
+def plan_of(asked: Config) -> Plan:
+    """Return the plan of a config for two processes."""
     found = find_model(asked.model, lambda *_: None)
     roles = roles_of(asked)
     cluster, _ = cluster_here(asked, CPU, "cpu", 2)
@@ -115,9 +120,21 @@ def planned(tmp_path: Path, strategy: Any, key: str, **algorithm: Any) -> Plan:
         run_dir="r",
         machine=CPU,
         world_size=2,
-        model=KnownModel(facts, str(policy), roles),
+        model=KnownModel(facts, asked.model.id, roles),
         data=None,
     )
+
+
+def test_the_policys_adapter_is_not_asked_of_a_role(tmp_path: Path) -> None:
+    """The policy is its own reference without its adapter, and exports the adapter alone."""
+    policy = tiny_model_dir(tmp_path / "policy")
+    asked = config(
+        {"kind": "ppo", "value": "separate"},
+        model={"id": str(policy)},
+        checkpoint={"export_adapter": True},
+        **LORA,
+    )
+    assert plan_of(asked).roles.keys() == {"value"}
 
 
 def stops(plan: Plan) -> list[int]:
@@ -128,7 +145,7 @@ def stops(plan: Plan) -> list[int]:
 
 def test_a_role_of_another_size_is_cut_by_its_own_layers(tmp_path: Path) -> None:
     plan = planned(tmp_path, "pp", "reference_model", kind="dpo")
-    role = plan.of_role("reference")
+    role = plan.single_role("reference")
 
     assert stops(plan) == [1, 2]
     assert stops(role) == [3, 6]
@@ -150,7 +167,7 @@ def test_what_is_frozen_under_deepspeed_runs_natively(
     kind: str,
 ) -> None:
     plan = planned(tmp_path, strategy, "reference_model", kind="dpo")
-    role = plan.of_role("reference")
+    role = plan.single_role("reference")
     assert plan.engine == "deepspeed"
     assert role.engine == "native"
     assert role.data_parallel == kind
@@ -175,7 +192,7 @@ def test_what_learns_under_deepspeed_keeps_its_own_files(tmp_path: Path) -> None
         value_lr=1e-4,
     )
 
-    role = plan.of_role("value")
+    role = plan.single_role("value")
     assert role.engine == "deepspeed"
     for layout, folder in ((plan, nvme), (role, nvme / "value")):
         assert layout.deepspeed is not None

@@ -30,7 +30,7 @@ from drumline.errors import PlanError
 from drumline.hardware.detect import Machine
 from drumline.models.small import TrialTokens
 from drumline.plan.explain import explain
-from drumline.plan.facts import ModelFacts
+from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.plan import Plan
 from drumline.plan.resolve import KnownModel, resolve
 from drumline.plan.stages import Cost, balance, bubble, stage_cost
@@ -104,6 +104,23 @@ def test_of_equally_fast_cuts_the_largest_stage_is_smallest_then_the_most_even()
 
     parts = balance(lambda a, b: Cost(b - a, 0), 7, 3)
     assert sorted(stop - first for first, stop in parts) == [2, 2, 3]
+
+
+def test_a_mixture_computes_with_the_experts_that_its_router_chooses() -> None:
+    """A dense block of 60 entries and a mixture that chooses 2 of 8 experts of 30 are as fast."""
+    dense = (Weight("mlp.weight", (60,)),)
+    mixture = (Weight("mlp.experts.weight", (8, 30), style="experts"),)
+    facts = replace(
+        LLAMA_1B,
+        block_weights=(dense, mixture),
+        block_parameters=(60, 240),
+        head_parameters=0,
+        experts=8,
+        experts_per_token=2,
+    )
+    first, second = stage_cost(facts, 0, 1), stage_cost(facts, 1, 2)
+    assert first.flops == second.flops
+    assert second.parameters == 240
 
 
 def slowest_flops(layers: Sequence[tuple[int, int]]) -> float:

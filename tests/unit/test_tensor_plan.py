@@ -16,7 +16,7 @@ from drumline.hardware.detect import Machine
 from drumline.models.load import facts, load_config
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Plan
-from drumline.plan.resolve import KnownModel, reason_for_whole_stream, resolve
+from drumline.plan.resolve import KnownModel, first_reason_against_sequence_parallelism, resolve
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
 from drumline.planner.cost.traffic import widths
@@ -242,13 +242,13 @@ def test_the_stream_stays_whole_on_fewer_ranks() -> None:
     ("values", "sections", "says"),
     [
         ({**MIXTRAL, "output_router_logits": True}, {}, "all tokens of a document"),
-        (GPT2, {}, "drop the same places"),
+        (GPT2, {}, "drop the same positions"),
         (
             {"model_type": "deepseek_v3", "num_hidden_layers": 1, "vocab_size": 64},
             {},
             "Linear of its blocks",
         ),
-        (WHOLE_INPUTS, {"adapter": "lora"}, "whole would give all tokens"),
+        (WHOLE_INPUTS, {"adapter": "lora"}, "whole inputs would return all tokens"),
     ],
 )
 def test_the_stream_stays_whole_for_a_reason(
@@ -272,10 +272,10 @@ def test_the_stream_of_one_model_keeps_those_of_all_whole() -> None:
     sizes = replace(sizes_of(LLAMA), roles={"reward": sizes_of(GPT2)})
     plan = planned(LLAMA, {"kind": "tp", "degree": 2}, replace(sizes, roles={}))
     assert plan.stream_parts == 2
-    assert reason_for_whole_stream(plan.config, sizes).startswith("reward: ")
-    assert "not known" in reason_for_whole_stream(plan.config, None)
+    assert first_reason_against_sequence_parallelism(plan.config, sizes).startswith("reward: ")
+    assert "not known" in first_reason_against_sequence_parallelism(plan.config, None)
     with_images = replace(sizes_of(LLAMA), vision_language=True)
-    assert "images" in reason_for_whole_stream(plan.config, with_images)
+    assert "images" in first_reason_against_sequence_parallelism(plan.config, with_images)
 
 
 def test_the_stream_stays_whole_beside_ring_attention() -> None:
@@ -283,10 +283,10 @@ def test_the_stream_stays_whole_beside_ring_attention() -> None:
     config = planned(
         {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 4}, ulysses, None
     ).config
-    assert not reason_for_whole_stream(config, sizes_of(LLAMA))
+    assert not first_reason_against_sequence_parallelism(config, sizes_of(LLAMA))
     ring = config.strategy.model_copy(update={"cp_method": "ring"})
     config = config.model_copy(update={"strategy": ring})
-    assert "ring" in reason_for_whole_stream(config, sizes_of(LLAMA))
+    assert "ring" in first_reason_against_sequence_parallelism(config, sizes_of(LLAMA))
 
 
 def test_a_plan_of_an_older_version_has_what_its_config_says() -> None:
@@ -294,7 +294,7 @@ def test_a_plan_of_an_older_version_has_what_its_config_says() -> None:
         strategy = {"kind": "tp", "degree": 2, "sequence_parallel": is_cut}
         written = planned(LLAMA, strategy, sizes_of(LLAMA)).model_dump(mode="json")
         del written["stream_parts"]
-        assert Plan.of(written).stream_parts == parts
+        assert Plan.from_values(written).stream_parts == parts
 
 
 def test_layers_send_by_their_inputs_and_outputs_however_their_matrix_lies() -> None:

@@ -339,7 +339,7 @@ def test_what_vllm_cannot_take_is_refused_before_any_process() -> None:
     check({**server, "weights": "none"}, adapter="lora")
     check(server, model=model)
 
-    message = r"vLLM is handed whole weights.*generator=hf, or adapter=none"
+    message = r"vLLM takes whole weights.*generator=hf, or adapter=none"
 
     with pytest.raises(PlanError, match=message):
         check(server, adapter="lora")

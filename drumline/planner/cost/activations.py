@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from drumline.config.config import LoRAConfig
-from drumline.plan.attention import choice_of
+from drumline.plan.attention import choose_by_facts
 from drumline.plan.estimate import Activations
 from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.plan import Layout
@@ -394,7 +394,7 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
     setup = Setup(
         kind=compute_mode_of(layout),
         recomputation=recomputation,
-        length=layout.length,
+        length=layout.max_length,
         attention=_attention_memory(layout, facts),
         has_adapter=has_adapter,
         adapter_drops=adapter_drops,
@@ -411,13 +411,13 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
 def _attention_memory(layout: Layout, facts: ModelFacts) -> AttentionMemory:
     """Return what attention keeps under the layout's kernel."""
     mesh = layout.mesh
-    kernel = choice_of(layout, facts).kernel
+    kernel = choose_by_facts(layout, facts).kernel
     # A row has several documents, or padding counts because a token attends to those after it.
     needs_bounds = layout.config.packs or facts.bidirectional
     mask_entries = 0
     if kernel == "masked" and needs_bounds:
         # A mask of the unsharded row. The ring makes none, but has keys for all heads.
-        mask_entries = layout.length * mesh.cp
+        mask_entries = layout.max_length * mesh.cp
     is_ring = mesh.cp > 1 and layout.strategy.context_method() == "ring"
     score_bytes = _score_bytes(layout, facts, kernel)
     stream_mask_bytes = 0
@@ -442,7 +442,7 @@ def _mask_bytes(layout: Layout) -> int:
 def _score_bytes(layout: Layout, facts: ModelFacts, kernel: str) -> float:
     """Return bytes that attention keeps of each score; 0 if it computes in tiles.
 
-    `kernel`: of `plan.attention.choice_of`.
+    `kernel`: of `plan.attention.choose_by_facts`.
     """
     wanted = layout.config.model.attention
     falls_back = wanted in ("auto", "documents") and kernel in ("masked", "documents")
@@ -476,7 +476,7 @@ def _mlp_chunk(layout: Layout) -> float:
     tokens = layout.config.memory.mlp_chunk
     if not tokens:
         return 0.0
-    return min(1.0, tokens * layout.mesh.cp / (layout.rows * layout.length))
+    return min(1.0, tokens * layout.mesh.cp / (layout.rows * layout.max_length))
 
 
 def split_checkpointing(layout: Layout) -> tuple[Layout, Layout]:

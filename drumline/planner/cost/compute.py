@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from drumline.hardware.cluster import Cluster, CostLine
-from drumline.plan.facts import ModelFacts, of_mlp, takes_fp8
+from drumline.plan.facts import ModelFacts, mlp_parameters, takes_fp8
 from drumline.plan.plan import Layout
 from drumline.plan.rule import packed_bits
 from drumline.planner.cost import fitted
@@ -132,7 +132,7 @@ def _blend(device: float, host: float) -> float:
 
 def _tokens(layout: Layout) -> float:
     """Return the tokens of a micro-batch on one device."""
-    return layout.rows * layout.positions / layout.mesh.cp / layout.devices_per_rank
+    return layout.rows * layout.padded_tokens_per_row / layout.mesh.cp / layout.devices_per_rank
 
 
 def _block_calls(layout: Layout, facts: ModelFacts) -> float:
@@ -166,7 +166,7 @@ def _device_seconds(
     attention_rate = cluster.attention_rate(layout.precision)
     attention_rate_per_token = attention_rate * mesh.tp * mesh.pp / (micro_batches * tokens)
     cast_bytes = 0.0
-    if layout.fp8:
+    if layout.uses_fp8:
         fp8 = _apply_fp8(layout, facts, cluster, rate_per_token)
         rate_per_token = fp8.rate_per_token
         cast_bytes = fp8.cast_bytes
@@ -389,7 +389,7 @@ def product_flops(
     elif checkpointing == "full":
         again = of_blocks * part
     if chunked:
-        feed_forward = sum(of_mlp(block) for block in facts.block_weights)
+        feed_forward = sum(mlp_parameters(block) for block in facts.block_weights)
         again += float(FLOPS_OF_PRODUCT) * feed_forward
     backward = facts.flops_per_token - attention - products
     return Passes(products, backward, again)

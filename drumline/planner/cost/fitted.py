@@ -6,7 +6,7 @@ these names; residuals: docs/explanations/benchmarks.md). Pure.
 
 from __future__ import annotations
 
-from drumline.plan.estimate import Ends
+from drumline.plan.estimate import Interval
 from drumline.plan.plan import Layout
 from drumline.plan.rule import packed_bits
 
@@ -69,7 +69,7 @@ WAIT = 4e-3
 # of tensor, context or pipeline parallelism was published: memory has the range of `full`, as it is
 # counted in the same way (and CPU runs were within it), and the range of seconds is twice as wide,
 # a choice. Those of a CPU are of benchmarks/planner_runs.py, without and with `drumline calibrate`.
-RANGES: dict[str, tuple[Ends, Ends]] = {
+RANGES: dict[str, tuple[Interval, Interval]] = {
     "full": ((0.9, 1.37), (0.76, 1.34)),
     "LoRA": ((0.93, 1.15), (0.81, 1.12)),
     "QLoRA": ((0.8, 1.23), (0.8, 2.1)),
@@ -82,7 +82,7 @@ RANGES: dict[str, tuple[Ends, Ends]] = {
 # (benchmarks/results/planner_published.json, "left out").
 SPEED_ERROR = 0.126
 # After a trial of the plan itself: a choice.
-PROBED: tuple[Ends, Ends] = (
+PROBED: tuple[Interval, Interval] = (
     (0.97, 1.03),
     (0.95, 1.05),
 )

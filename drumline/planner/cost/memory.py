@@ -25,20 +25,20 @@ from drumline.hardware.cluster import Cluster
 from drumline.plan.estimate import PROCESS, Activations, HostMemory, Memory
 from drumline.plan.facts import (
     ModelFacts,
-    Part,
+    PipelinePart,
     Weight,
-    end_weights,
-    ends,
-    experts_over,
     largest_block,
-    packed,
+    local_numel,
+    non_block_sizes,
+    non_block_weights,
     packed_scales,
-    part,
-    part_of,
-    rank_params,
+    part_sizes,
+    pipeline_part,
+    with_local_experts,
+    with_packed_layers,
 )
 from drumline.plan.plan import Layout
-from drumline.plan.rule import packed_bits, plain
+from drumline.plan.rule import is_data_parallel_only, packed_bits
 from drumline.planner.cost import fitted
 from drumline.planner.cost.activations import (
     HeadBytes,
@@ -103,7 +103,7 @@ def memory(
     tensor parallelism. Without them the formula is used.
     """
     # From here on only the experts of one rank are counted.
-    facts = experts_over(facts, layout.mesh.ep)
+    facts = with_local_experts(facts, layout.mesh.ep)
     sampler_bytes = _vllm_bytes(layout, cluster)
     if activations is None:
         activations = formula(layout, facts)
@@ -146,7 +146,7 @@ def _ranks_to_check(layout: Layout, facts: ModelFacts) -> list[int]:
     return [first, max(between, key=pending_blocks), last]
 
 
-def part_of_pp_rank(layout: Layout, facts: ModelFacts, pp_rank: int) -> Part:
+def part_of_pp_rank(layout: Layout, facts: ModelFacts, pp_rank: int) -> PipelinePart:
     """Return the part of the model on a pipeline rank: all its stages; without a pipeline, all of it.
 
     `pp_rank`: the rank along the axis pp. With an interleaved schedule it has several stages.
@@ -154,15 +154,15 @@ def part_of_pp_rank(layout: Layout, facts: ModelFacts, pp_rank: int) -> Part:
     layers: tuple[tuple[int, int], ...] = ()
     if layout.pipeline:
         layers = layout.pipeline.layers
-    return part_of(facts, layers, layout.mesh.pp, pp_rank)
+    return pipeline_part(facts, layers, layout.mesh.pp, pp_rank)
 
 
-def state_of(layout: Layout, facts: ModelFacts, model_part: Part) -> State:
+def state_of(layout: Layout, facts: ModelFacts, model_part: PipelinePart) -> State:
     """Return the bytes of weights, gradients and moments of a rank that has this part of the model.
 
     The bytes are those that the engine allocates between two steps.
     """
-    stored_facts = as_stored(layout, experts_over(facts, layout.mesh.ep))
+    stored_facts = as_stored(layout, with_local_experts(facts, layout.mesh.ep))
     state = cost_of(layout.strategy).state(layout, stored_facts, model_part)
     bits = packed_bits(layout.config)
     if bits:
@@ -180,11 +180,11 @@ def as_stored(layout: Layout, facts: ModelFacts) -> ModelFacts:
     """
     bits = packed_bits(layout.config)
     if bits:
-        return packed(facts, bits, PRECISION_BYTES[layout.precision])
+        return with_packed_layers(facts, bits, PRECISION_BYTES[layout.precision])
     return facts
 
 
-def _dequantised_bytes(layout: Layout, facts: ModelFacts, model_part: Part) -> float:
+def _dequantised_bytes(layout: Layout, facts: ModelFacts, model_part: PipelinePart) -> float:
     """Return the bytes of the largest quantised layer's weight while the layer computes with it.
 
     On a CPU no kernel dequantises the codes, so there are fp32 copies besides: two of a 4-bit weight,
@@ -290,7 +290,11 @@ def _fragmented_share(layout: Layout) -> float:
 
 
 def _all_buffers(
-    layout: Layout, facts: ModelFacts, model_part: Part, state: State, activations: Activations
+    layout: Layout,
+    facts: ModelFacts,
+    model_part: PipelinePart,
+    state: State,
+    activations: Activations,
 ) -> Buffers:
     """Return the strategy's buffers, with those of quantised weights and of adapters."""
     cost = cost_of(layout.strategy)
@@ -329,7 +333,7 @@ def _add_trained_rows(layout: Layout, facts: ModelFacts, buffers: Buffers) -> Bu
 
 def _is_head(weight: Weight) -> bool:
     """Return whether a weight is the head, tied to the embedding or not."""
-    return weight.place == "both" or weight.style == "head"
+    return weight.position == "both" or weight.style == "head"
 
 
 @lru_cache(maxsize=256)
@@ -384,7 +388,7 @@ class _RankActivations:
 def _phases(
     layout: Layout,
     facts: ModelFacts,
-    model_part: Part,
+    model_part: PipelinePart,
     pp_rank: int,
     state: State,
     buffers: Buffers,
@@ -462,10 +466,12 @@ def _rows_on_device(layout: Layout) -> int:
 
 def _tokens_on_device(layout: Layout) -> float:
     """Return the tokens of a micro-batch on one device."""
-    return _rows_on_device(layout) * layout.length / layout.mesh.cp
+    return _rows_on_device(layout) * layout.max_length / layout.mesh.cp
 
 
-def _image_activations(layout: Layout, facts: ModelFacts, model_part: Part) -> _RankActivations:
+def _image_activations(
+    layout: Layout, facts: ModelFacts, model_part: PipelinePart
+) -> _RankActivations:
     """Return the activations of a model of images, in proportion to its FLOPs."""
     blocks = model_part.blocks if layout.pipeline else facts.layers
     saved = _rows_on_device(layout) * BYTES_PER_IMAGE_FLOP * facts.flops_per_token
@@ -485,7 +491,11 @@ def _image_activations(layout: Layout, facts: ModelFacts, model_part: Part) -> _
 
 
 def _token_activations(
-    layout: Layout, facts: ModelFacts, model_part: Part, pp_rank: int, activations: Activations
+    layout: Layout,
+    facts: ModelFacts,
+    model_part: PipelinePart,
+    pp_rank: int,
+    activations: Activations,
 ) -> _RankActivations:
     """Return the activations of a model of tokens; `activations`: bytes per token."""
     tokens = _tokens_on_device(layout)
@@ -561,7 +571,7 @@ def _gradients_before_backward(
     return buffers.early
 
 
-def _embedding_gradient(layout: Layout, facts: ModelFacts, model_part: Part) -> int:
+def _embedding_gradient(layout: Layout, facts: ModelFacts, model_part: PipelinePart) -> int:
     """Return the bytes of the gradient of the largest weight outside of the blocks.
 
     It is made last in backward, as a tensor of its own, before it is added or reduced.
@@ -569,14 +579,18 @@ def _embedding_gradient(layout: Layout, facts: ModelFacts, model_part: Part) -> 
     if not model_part.first:
         return 0
     largest = 0
-    for weight in end_weights(facts, model_part):
+    for weight in non_block_weights(facts, model_part):
         if weight.trainable:
-            largest = max(largest, part(weight, layout.mesh.tp, 1))
+            largest = max(largest, local_numel(weight, layout.mesh.tp, 1))
     return entry_bytes(layout) * largest
 
 
 def _head_of_rank(
-    layout: Layout, facts: ModelFacts, model_part: Part, tokens: float, activations: Activations
+    layout: Layout,
+    facts: ModelFacts,
+    model_part: PipelinePart,
+    tokens: float,
+    activations: Activations,
 ) -> HeadBytes:
     """Return the bytes of the head; all 0 if this part of the model has no head with logits."""
     algorithm = layout.config.algorithm
@@ -586,7 +600,7 @@ def _head_of_rank(
         gradient_after_head = 0.0
         # A trace counts the gradient of a tied head, which waits for the embedding's, among what
         # lives in the backward of the blocks.
-        if any(weight.trainable and weight.place == "after" for weight in heads):
+        if any(weight.trainable and weight.position == "after" for weight in heads):
             gradient_after_head = float(stream_entry_bytes(layout)) * rows * facts.hidden
         in_backward = tokens * (activations.live_loss_backward or 0.0)
         return HeadBytes(tokens * activations.live_loss, in_backward, gradient_after_head)
@@ -606,7 +620,7 @@ def _head_of_rank(
 
 def _makes_logits(weight: Weight, facts: ModelFacts) -> bool:
     """Return whether a weight is a head over the vocabulary."""
-    if weight.place not in ("after", "both") or len(weight.shape) != 2:
+    if weight.position not in ("after", "both") or len(weight.shape) != 2:
         return False
     return weight.shape[0] == facts.vocab_size
 
@@ -672,8 +686,8 @@ def auxiliary_state(layout: Layout, facts: ModelFacts, pp_rank: int) -> State:
         sizes = facts.roles.get(name)
         if sizes is None:
             continue
-        own = layout.of_role(name)
-        model_part = part_of(sizes, role.layers, layout.mesh.pp, pp_rank)
+        own = layout.single_role(name)
+        model_part = pipeline_part(sizes, role.layers, layout.mesh.pp, pp_rank)
         if role.trainable:
             state = state_of(own, sizes, model_part)
             parameters += state.parameters
@@ -699,7 +713,7 @@ def _is_freed_before_gradients(
     return sizes.parameters <= facts.trainable
 
 
-def _frozen_bytes(layout: Layout, own: Layout, sizes: ModelFacts, model_part: Part) -> int:
+def _frozen_bytes(layout: Layout, own: Layout, sizes: ModelFacts, model_part: PipelinePart) -> int:
     """Return the bytes of a frozen model's weights on a device.
 
     Matrices are in the type in which the model computes (engine.build._build_frozen). `own`: the
@@ -708,7 +722,7 @@ def _frozen_bytes(layout: Layout, own: Layout, sizes: ModelFacts, model_part: Pa
     if own.strategy.offloads()[0] == "cpu" and layout.device == "cuda":
         return 0
     shards = own.strategy.shards(own.mesh)
-    here = rank_params(sizes, model_part, own.mesh.tp, shards)
+    here = part_sizes(sizes, model_part, own.mesh.tp, shards)
     if layout.precision == "fp32":
         return FP32_BYTES * here.entries
     gathered_in = own.strategy.gathered_in(own.precision, own.config.images_alone)
@@ -719,7 +733,7 @@ def _frozen_bytes(layout: Layout, own: Layout, sizes: ModelFacts, model_part: Pa
     if not is_gathered_low:
         # Then blocks alone are low: autocast would round their weights at each use, so no number
         # changes.
-        low -= ends(sizes, model_part, own.mesh.tp, shards).matrices
+        low -= non_block_sizes(sizes, model_part, own.mesh.tp, shards).matrices
     return FP32_BYTES * here.entries - (FP32_BYTES - LOW_BYTES) * low
 
 
@@ -733,7 +747,7 @@ def generates_with_weight_copy(layout: Layout) -> bool:
     generator = generator_of(layout)
     if generator is None or isinstance(generator, VLLMGenerator):
         return False
-    if not layout.strategy.whole_weights or not plain(layout.mesh):
+    if not layout.strategy.whole_weights or not is_data_parallel_only(layout.mesh):
         return True
     rollout = layout.config.algorithm.rollout
     if rollout is not None and rollout.lookahead:
@@ -771,10 +785,10 @@ def _sampling_bytes(layout: Layout, facts: ModelFacts) -> float:
     bytes_per_entry = PRECISION_BYTES[layout.precision]
     key_width = block_of(facts).key_width
     # Keys and values, each as long as a whole sequence.
-    cache = 2.0 * facts.layers * key_width * bytes_per_entry * layout.length * sequences
+    cache = 2.0 * facts.layers * key_width * bytes_per_entry * layout.max_length * sequences
     logits = SAMPLED_LOGITS * FP32_BYTES * sequences * facts.vocab_size
     # No activations are kept of the forward of the prompts.
-    prompt_tokens = sequences * max(1, layout.length - generator.max_new_tokens)
+    prompt_tokens = sequences * max(1, layout.max_length - generator.max_new_tokens)
     prompts = prompt_tokens * formula(layout, facts).live_forward
     return cache + logits + prompts
 
@@ -821,7 +835,7 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
 
 
 def _loading_bytes(
-    layout: Layout, facts: ModelFacts, model_part: Part, ranks: int, per_rank: int
+    layout: Layout, facts: ModelFacts, model_part: PipelinePart, ranks: int, per_rank: int
 ) -> int:
     """Return the bytes of a host while weights are loaded, of which a rank keeps `per_rank`."""
     block = 0
@@ -857,7 +871,7 @@ def checkpoint_bytes(layout: Layout, facts: ModelFacts) -> int:
         FP32_BYTES * (1 + layout.config.optimizer.states_per_parameter)
         + cost_of(layout.strategy).outer_bytes()
     )
-    return per_entry * sum(model.trainable for _, model in layout.trainable(facts))
+    return per_entry * sum(model.trainable for _, model in layout.trainable_models(facts))
 
 
 def offloaded_bytes(layout: Layout, facts: ModelFacts, as_pinned: bool = True) -> int:
@@ -868,7 +882,7 @@ def offloaded_bytes(layout: Layout, facts: ModelFacts, as_pinned: bool = True) -
     """
     if not layout.config.memory.activation_offload:
         return 0
-    tokens_bytes = formula(layout, facts).offloaded * layout.rows * layout.length
+    tokens_bytes = formula(layout, facts).offloaded * layout.rows * layout.max_length
     per_block = math.ceil(tokens_bytes / layout.mesh.cp)
     if as_pinned and layout.activation_checkpointing == "full" and per_block:
         # The next power of two.

@@ -61,4 +61,4 @@ def optimizer_exchange(
 
 def _takes_muon(weight: Weight) -> bool:
     """Return whether Muon steps this weight: a matrix of a block."""
-    return weight.place == "block" and len(weight.shape) == 2
+    return weight.position == "block" and len(weight.shape) == 2

@@ -3,8 +3,8 @@
 A replica is a whole copy of the model, or of a rank's part of it, that takes other samples (data
 parallelism). The ranks of all replicas average their gradients.
 
-Bytes are exact: they are those that the engines allocate and that `rank_params()` of the engines
-counts. Both leave out the optimizer's count of steps, 4 bytes a tensor. All functions are pure.
+Bytes are exact: they are those that the engines allocate and that their `memory_stats`
+count. Both leave out the optimizer's count of steps, 4 bytes a tensor. All functions are pure.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from drumline.hardware.cluster import Collective
 from drumline.plan.estimate import Activations, Traffic
 from drumline.plan.facts import (
     ModelFacts,
-    Part,
+    PipelinePart,
     Sizes,
     Weight,
+    all_weights,
     largest_block,
-    part,
-    rank_params,
+    local_numel,
+    part_sizes,
+    part_weights,
     takes_fp8,
-    weights_in,
-    weights_of,
 )
 from drumline.plan.plan import Layout
 from drumline.plan.wire import BLOCK, BUCKET, MIB, SCALE, is_halved
@@ -255,7 +255,7 @@ def compute_mode_of(layout: Layout) -> ComputeMode:
     if layout.precision == "fp32":
         return "fp32"
     strategy = layout.strategy
-    if layout.pure or strategy.keeps_low:
+    if layout.is_pure_bf16 or strategy.keeps_low:
         return "low"
     gathered = strategy.gathered_in(layout.precision, layout.config.images_alone)
     if gathered is not None:
@@ -276,7 +276,7 @@ def stream_entry_bytes(layout: Layout) -> int:
 @lru_cache(maxsize=4096)
 def moments(
     facts: ModelFacts,
-    model_part: Part,
+    model_part: PipelinePart,
     tp: int,
     shards: int,
     options: OptimizerConfig,
@@ -287,16 +287,16 @@ def moments(
     The part is sharded over tp × shards ranks. `low`: see `moment_bytes`.
     """
     total = 0
-    for weight, number in weights_in(facts, model_part):
+    for weight, number in part_weights(facts, model_part):
         if weight.trainable:
-            here = part(weight, tp, shards)
+            here = local_numel(weight, tp, shards)
             total += number * moment_bytes(options, weight, here, low)
     return total
 
 
 def entry_bytes(layout: Layout) -> int:
     """Return the bytes of an entry of a trainable weight, and of its gradient."""
-    if layout.pure:
+    if layout.is_pure_bf16:
         return LOW_BYTES
     return FP32_BYTES
 
@@ -307,14 +307,16 @@ def low_moment_bytes(layout: Layout) -> int:
     AdamW in bf16 keeps two moments, and with Kahan summation also what the last step lost by
     rounding.
     """
-    if not layout.pure:
+    if not layout.is_pure_bf16:
         return 0
     if layout.config.precision.rounding == "kahan":
         return 3 * LOW_BYTES
     return 2 * LOW_BYTES
 
 
-def native_state(layout: Layout, facts: ModelFacts, model_part: Part, outer_bytes: int) -> State:
+def native_state(
+    layout: Layout, facts: ModelFacts, model_part: PipelinePart, outer_bytes: int
+) -> State:
     """Return the bytes of a rank's weights, and of gradients and moments of the trainable ones.
 
     `outer_bytes`: for each trainable parameter, the bytes of a second optimizer (DiLoCo's outer one).
@@ -323,11 +325,11 @@ def native_state(layout: Layout, facts: ModelFacts, model_part: Part, outer_byte
     strategy = layout.strategy
     options = layout.config.optimizer
     shards = strategy.shards(layout.mesh)
-    here = rank_params(facts, model_part, tp, shards)
+    here = part_sizes(facts, model_part, tp, shards)
     weights = _weight_bytes(layout, here)
     if layout.config.precision.gather == "fp8":
         # Each weight that is gathered in fp8 has an fp32 scale.
-        for weight, number in weights_in(facts, model_part):
+        for weight, number in part_weights(facts, model_part):
             if takes_fp8(weight):
                 weights += FP32_BYTES * number
     optimizer_ranks = strategy.optimizer_shards(layout.mesh)
@@ -350,10 +352,10 @@ def _weight_bytes(layout: Layout, here: Sizes) -> int:
 
     Some frozen weights are in the low precision (models.freeze.cast_frozen, models.packed).
     """
-    if layout.pure:
+    if layout.is_pure_bf16:
         low = here.frozen
     else:
-        low = here.low
+        low = here.frozen_matrices
     return entry_bytes(layout) * (here.entries - low) + PRECISION_BYTES[layout.precision] * low
 
 
@@ -364,7 +366,7 @@ def step_buffer_bytes(layout: Layout, here: Sizes, sharded: bool) -> float:
     `here`: the sizes of this rank's weights. `sharded`: the weights are DTensors.
     """
     options = layout.config.optimizer
-    if layout.pure:
+    if layout.is_pure_bf16:
         return FP32_BYTES * PURE_STEP_COPIES * here.largest
     if options.kind not in ("adamw", "sgd"):
         return FP32_BYTES * options.traits.copies * here.largest
@@ -380,7 +382,7 @@ def step_buffer_bytes(layout: Layout, here: Sizes, sharded: bool) -> float:
 def replica_buffers(
     layout: Layout,
     facts: ModelFacts,
-    model_part: Part,
+    model_part: PipelinePart,
     state: State,
     activations: Activations | None,
     communication_state_bytes: int,
@@ -392,7 +394,7 @@ def replica_buffers(
     """
     mesh = layout.mesh
     strategy = layout.strategy
-    here = rank_params(facts, model_part, mesh.tp)
+    here = part_sizes(facts, model_part, mesh.tp)
     gradients = state.gradients
     # Ranks that share the optimizer step (shard_optimizer). Each steps some rows of the weights, and
     # averages only these rows of the gradients.
@@ -416,7 +418,7 @@ def replica_buffers(
         last = 2 * gradients
     step = step_buffer_bytes(
         layout,
-        rank_params(facts, model_part, mesh.tp, optimizer_ranks),
+        part_sizes(facts, model_part, mesh.tp, optimizer_ranks),
         mesh.tp * optimizer_ranks > 1,
     )
     early = 0
@@ -474,7 +476,7 @@ class CastBytes(NamedTuple):
 
 
 def _cast_bytes(
-    layout: Layout, facts: ModelFacts, model_part: Part, activations: Activations | None
+    layout: Layout, facts: ModelFacts, model_part: PipelinePart, activations: Activations | None
 ) -> CastBytes:
     """Return the bytes of autocast's low-precision casts of the weights of linear layers.
 
@@ -487,9 +489,9 @@ def _cast_bytes(
     through = 0
     block = 0
     # Frozen weights are in the low precision already; fp8 casts weights when they are used.
-    if compute_mode_of(layout) == "autocast" and not layout.fp8:
-        blocks_alone = Part(model_part.stages, first=False, last=False)
-        all_blocks = LOW_BYTES * rank_params(facts, blocks_alone, tp).trainable
+    if compute_mode_of(layout) == "autocast" and not layout.uses_fp8:
+        blocks_alone = PipelinePart(model_part.stages, first=False, last=False)
+        all_blocks = LOW_BYTES * part_sizes(facts, blocks_alone, tp).trainable
         largest = LOW_BYTES * largest_block(facts, model_part, tp).trainable
         if not recomputes:
             through = all_blocks
@@ -519,7 +521,7 @@ def send_gradients(
 ) -> None:
     """Add the flows that average gradients, once a step.
 
-    `rank_entries`: entries of weights on a rank, by the keys of `plan.facts.cut_weights`.
+    `rank_entries`: entries of weights on a rank, by the keys of `plan.facts.sharded_sizes`.
     `step`: None for a late step, in which gradients are compressed if they ever are.
     """
     mesh = layout.mesh
@@ -577,7 +579,7 @@ def _send_ddp_buckets(
     ranks = mesh.data_ranks * mesh.cp
     options = layout.strategy.copies()
     compression = options.compression
-    weights = [(weight, number) for weight, number in weights_of(facts) if weight.trainable]
+    weights = [(weight, number) for weight, number in all_weights(facts) if weight.trainable]
     if options.broadcast_buffers:
         volume.add("broadcast", facts.buffer_bytes, ranks, "gradients")
     if options.find_unused_parameters and not options.static_graph:
@@ -625,7 +627,7 @@ def send_norm(volume: CommunicationVolume, layout: Layout, rank_entries: Counter
     A rank adds up the squares of gradients that are sharded alike, and all-reduces each sum, one
     number, over each axis of their shards. There are three such sets: weights that tensor
     parallelism cuts, weights that it leaves whole, and experts (`cut`, `uncut` and `apart` of
-    `plan.facts.cut_weights`). One more number goes over the stages of a pipeline.
+    `plan.facts.sharded_sizes`). One more number goes over the stages of a pipeline.
     """
     mesh = layout.mesh
     optimizer_ranks = layout.strategy.optimizer_shards(mesh)

@@ -148,7 +148,7 @@ def _compute_of_all_models(layout: Layout, facts: ModelFacts, cluster: Cluster) 
     """Return the seconds in which a rank computes, for all trainable models together."""
     forward = 0.0
     backward = 0.0
-    for _, model in layout.trainable(facts):
+    for _, model in layout.trainable_models(facts):
         compute = compute_seconds(layout, model, cluster)
         forward += compute.forward
         backward += compute.backward
@@ -335,7 +335,7 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
     strategy = layout.strategy
     parts = mesh.tp * mesh.pp * strategy.optimizer_shards(mesh)
     # Parameters that a rank updates, of all trainable models.
-    trainable = sum(model.trainable for _, model in layout.trainable(facts)) / parts
+    trainable = sum(model.trainable for _, model in layout.trainable_models(facts)) / parts
     moved_fused, moved_unfused = options.traits.moved
     moved_by_step = moved_unfused
     if options.fused:
@@ -411,7 +411,7 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
     if layout.config.head == "valued":
         # The values of the policy's own value head.
         forwards.append(forward_flops(facts))
-    scoring = sum(forwards) * episodes * layout.length / world / rate
+    scoring = sum(forwards) * episodes * layout.max_length / world / rate
     refreshing = _refresh_seconds(layout, facts, cluster, generator)
     return (sampling + scoring + refreshing) / rollout.steps_per_rollout
 
@@ -439,7 +439,7 @@ def _token_seconds(
     bandwidth = memory_bandwidth(cluster)
     entries = KEYS_AND_VALUES * facts.kv_heads * facts.head_dim * facts.layers
     # The mean over a sequence is half of its length.
-    cache = entries * bytes_per_entry * batch * layout.length / 2
+    cache = entries * bytes_per_entry * batch * layout.max_length / 2
     reading = (bytes_per_entry * facts.parameters + cache) / bandwidth
     computing = batch * forward_flops(facts) / rate
     token = max(reading, computing)

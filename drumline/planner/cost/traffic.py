@@ -15,12 +15,12 @@ from drumline.config.model import Head
 from drumline.plan.facts import (
     ModelFacts,
     Weight,
+    all_weights,
     cut_dimension,
-    cut_weights,
-    experts_over,
-    part,
-    tp_ranks,
-    weights_of,
+    local_numel,
+    sharded_sizes,
+    weighted_tp_ranks,
+    with_local_experts,
 )
 from drumline.plan.plan import Layout
 from drumline.planner.cost.memory import as_stored
@@ -63,7 +63,7 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Communi
     mean of a long run, which differs only for local SGD and DiLoCo.
 
     Bytes are exact for weights, gradients, norms, stages and sequences. If activations are sent
-    (tp), rows are taken to be `layout.positions` wide; without packing a batch is as wide as its
+    (tp), rows are taken to be `layout.padded_tokens_per_row` wide; without packing a batch is as wide as its
     longest row, so more is sent. All real tokens are taken to have a loss, for which the
     cross-entropy over a cut vocabulary sends a few fp32 numbers each. See also the strategy's `send`.
     """
@@ -76,8 +76,8 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Communi
     wrap = getattr(strategy, "wrap", None)
     if wrap is not None:
         wrap = tuple(wrap)
-    for head, whole in layout.trainable(facts):
-        model = experts_over(whole, mesh.ep)
+    for head, whole in layout.trainable_models(facts):
+        model = with_local_experts(whole, mesh.ep)
         volume.rank_share = 1.0
         batch_norms(volume, layout, model)
         # Only the policy may have quantised weights.
@@ -85,8 +85,8 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Communi
         if whole is facts:
             stored_facts = as_stored(layout, model)
         # Tensor-parallel ranks may have parts of unequal size. `share` of the ranks are like this one.
-        for tp_rank, share in tp_ranks(model, mesh.tp):
-            rank_entries = cut_weights(stored_facts, mesh.pp > 1, mesh.tp, tp_rank, shards, wrap)
+        for tp_rank, share in weighted_tp_ranks(model, mesh.tp):
+            rank_entries = sharded_sizes(stored_facts, mesh.pp > 1, mesh.tp, tp_rank, shards, wrap)
             # The weights of all stages are counted together, and each rank has one of `pp` parts.
             volume.rank_share = share / mesh.pp
             cost.send(volume, layout, stored_facts, rank_entries, step)
@@ -97,7 +97,7 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Communi
         optimizer(volume, layout, model)
         tensor(volume, layout, model, head)
         context(volume, layout, model, head)
-        tokens = layout.rows * layout.positions * layout.batch.accumulation
+        tokens = layout.rows * layout.padded_tokens_per_row * layout.batch.accumulation
         if mesh.ep > 1:
             experts(volume, layout, model, tokens, mesh.ep, "ep")
     return volume
@@ -116,7 +116,7 @@ def batch_norms(volume: CommunicationVolume, layout: Layout, facts: ModelFacts) 
     micro_batches = layout.batch.accumulation
     channels = 0
     norms = 0
-    for weight, number in weights_of(facts):
+    for weight, number in all_weights(facts):
         if _is_batch_norm(weight):
             channels += weight.numel * number
             norms += number
@@ -150,20 +150,20 @@ def optimizer(volume: CommunicationVolume, layout: Layout, facts: ModelFacts) ->
         return
     mesh = layout.mesh
     shards = layout.strategy.optimizer_shards(mesh)
-    for weight, number in weights_of(facts):
+    for weight, number in all_weights(facts):
         if not weight.trainable:
             continue
         tp = 1
         if cut_dimension(weight) is not None:
             tp = mesh.tp
-        # `apart`: the number of data ranks that expert parallelism has spread this weight over.
+        # Expert parallelism has cut this weight over `ep_degree` data ranks already.
         ranks_of_axes: list[tuple[Axis, int]] = [
-            ("shard", max(1, shards // weight.apart)),
-            ("ep", weight.apart),
+            ("shard", max(1, shards // weight.ep_degree)),
+            ("ep", weight.ep_degree),
             ("tp", tp),
         ]
         cut_axes = [(axis, ranks) for axis, ranks in ranks_of_axes if ranks > 1]
-        here = part(weight, tp, shards)
+        here = local_numel(weight, tp, shards)
         for axis, ranks in cut_axes:
             kind, bytes_ = optimizer_exchange(options, weight, here, len(cut_axes))
             # Muon steps as many matrices together as there are ranks, so that each rank owns one, and
@@ -188,7 +188,7 @@ def pipeline(
         return
     # The residual stream is fp32 under autocast.
     precision = strategy.gathered_in(layout.precision, layout.config.images_alone) or "fp32"
-    message = layout.rows * layout.length * facts.hidden * PRECISION_BYTES[precision]
+    message = layout.rows * layout.max_length * facts.hidden * PRECISION_BYTES[precision]
     boundaries = mesh.pp * layout.pipeline.stages_per_rank - 1
     # One forward and one back over each boundary, in each micro-batch.
     messages = 2 * layout.batch.accumulation * boundaries
@@ -283,7 +283,7 @@ def _trainable_uncut_entries(block: tuple[Weight, ...]) -> int:
 def _trains_before_blocks(facts: ModelFacts) -> bool:
     """Return whether a weight before the blocks is trainable."""
     trainable = [weight for weight in facts.end_weights if weight.trainable]
-    return any(weight.place in ("before", "both") for weight in trainable)
+    return any(weight.position in ("before", "both") for weight in trainable)
 
 
 def _region_of(weight: Weight) -> str:
@@ -362,7 +362,7 @@ def widths(facts: ModelFacts, staged: bool) -> LayerWidths:
         _add_layers_of_block(total, block, number, has_gradient_before)
     for weight in facts.end_weights:
         if weight.style == "embedding":
-            look_ups = 2 if staged and weight.place == "both" else 1
+            look_ups = 2 if staged and weight.position == "both" else 1
             total.embedding += weight.shape[1] * look_ups
     return total
 
@@ -409,7 +409,7 @@ def tensor(volume: CommunicationVolume, layout: Layout, facts: ModelFacts, head:
         return
     micro_batches = layout.batch.accumulation
     # Of all micro-batches of a step.
-    tokens = layout.rows * layout.positions / layout.mesh.cp * micro_batches
+    tokens = layout.rows * layout.padded_tokens_per_row / layout.mesh.cp * micro_batches
     is_stream_cut = layout.stream_parts > 1
     if is_stream_cut:
         _cut_stream(volume, layout, facts, tokens)
@@ -552,7 +552,7 @@ def _vocabulary(
     per_token = LARGEST_LOGIT_BYTES + TARGET_AND_SUM_BYTES
     if "entropy" in algorithm.head_outputs:
         per_token += ENTROPY_BYTES
-    tokens_of_micro_batch = layout.rows * layout.length
+    tokens_of_micro_batch = layout.rows * layout.max_length
     chunk = getattr(algorithm, "loss_chunk", 0) or tokens_of_micro_batch
     calls = 2 * math.ceil(tokens_of_micro_batch / chunk) * micro_batches
     summed = per_token * tokens_with_loss + FP32_BYTES * tokens * facts.hidden
@@ -575,7 +575,7 @@ def context(volume: CommunicationVolume, layout: Layout, facts: ModelFacts, head
         return
     micro_batches = layout.batch.accumulation
     blocks = len(facts.block_weights)
-    tokens = layout.rows * layout.length / ranks * micro_batches
+    tokens = layout.rows * layout.max_length / ranks * micro_batches
     # Of one head.
     head_entries = tokens * facts.head_dim
     heads = facts.heads / layout.mesh.tp

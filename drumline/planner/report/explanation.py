@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from drumline.config.registry import nearest
 from drumline.errors import UserError
-from drumline.plan.attention import choice_of
+from drumline.plan.attention import choose_by_facts
 from drumline.plan.explain import checkpointing, count
 from drumline.planner.cost.terms import FP32_BYTES, LOW_BYTES, entry_bytes, low_moment_bytes
 from drumline.planner.report.output import needs_gb
@@ -176,20 +176,20 @@ def _explain_run_settings(question: Question, candidate: Candidate) -> list[Line
     for name, size in mesh.model_dump().items():
         dimensions.append(f"{name} {size}")
     ranks = " × ".join(dimensions)
-    rows = f"rows are {layout.tokens_per_row:,.0f} tokens on average, {layout.length:,} at most"
+    rows = f"rows are {layout.tokens_per_row:,.0f} tokens on average, {layout.max_length:,} at most"
     compiled = "nothing"
     if layout.config.compile.enabled:
         compiled = "each block"
     settings = {
         "mesh": f"{ranks} = {mesh.world_size} ranks",
         "engine": f"{layout.engine}, {layout.precision} on {layout.device}",
-        "batch": layout.batch.rule(mesh.data_ranks),
+        "batch": layout.batch.describe_product(mesh.data_ranks),
         "tokens": f"{layout.tokens_per_step:,.0f} a step: {rows}",
         "checkpointing": checkpointing(layout),
         "compile": compiled,
     }
     if not layout.config.images_alone:
-        settings["attention"] = choice_of(layout, question.facts).line
+        settings["attention"] = choose_by_facts(layout, question.facts).line
     if mesh.tp > 1:
         stream = describe_stream(layout, question.facts, question.cluster)
         settings["sequence parallel"] = stream
@@ -267,8 +267,8 @@ def _activation_sources(question: Question, candidate: Candidate) -> dict[str, s
     memory = candidate.estimate.memory
     facts = question.facts
     layout = candidate.layout
-    tokens = layout.rows * layout.length
-    rows = f"{plural(layout.rows, 'row')} × {layout.length:,} tokens"
+    tokens = layout.rows * layout.max_length
+    rows = f"{plural(layout.rows, 'row')} × {layout.max_length:,} tokens"
     # A model of images has no hidden width.
     entries = max(1, tokens * facts.layers * facts.hidden)
     bytes_an_entry = memory.activations / entries

@@ -17,7 +17,7 @@ from drumline.config.registry import kinds_alone
 from drumline.hardware.catalog import DEVICES, HOST_NETWORK, LINKS, usual_host_memory
 from drumline.hardware.cluster import DeviceSpec, Link
 from drumline.plan.estimate import Estimate
-from drumline.plan.explain import flow
+from drumline.plan.explain import flow_style
 from drumline.plan.unadapted import find_unadapted
 from drumline.planner.search.advice import Change, ModeResult
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
@@ -243,7 +243,7 @@ def _ranks_to_name(config: Config, candidate: Candidate) -> int | None:
 def overrides(config: Config, candidate: Candidate) -> list[str]:
     """Return the overrides with which the planned config trains as a candidate does."""
     strategy = sections_of_layout(candidate)["strategy"]
-    made = ["strategy=" + flow(strategy)]
+    made = ["strategy=" + flow_style(strategy)]
     memory = candidate.config.memory
     for key in ("activation_checkpointing", "checkpointed_blocks", "on_oom"):
         value = getattr(memory, key)

@@ -19,11 +19,11 @@ from drumline.config.algorithm import AlgorithmSpec, ChunkedSpec
 from drumline.config.config import BatchConfig, Config, LoRAConfig
 from drumline.config.strategy import StrategyConfig
 from drumline.errors import PlanError
-from drumline.plan.batch import default_rounds
-from drumline.plan.explain import flow
+from drumline.plan.batch import default_accumulation
+from drumline.plan.explain import flow_style
 from drumline.plan.facts import with_length
 from drumline.plan.plan import Plan
-from drumline.plan.stages import in_flight
+from drumline.plan.stages import least_accumulation
 from drumline.planner.cluster import with_nodes
 from drumline.planner.derived import with_lora
 from drumline.planner.search.answer import (
@@ -311,7 +311,7 @@ def _with_less_memory_a_row(question: Question) -> Iterator[Proposal]:
             "activation_offload": True,
             "mlp_chunk": MLP_CHUNK,
         }
-        yield Proposal(f"memory={flow(least)}", question.with_values("memory", **least))
+        yield Proposal(f"memory={flow_style(least)}", question.with_values("memory", **least))
 
 
 def _with_smaller_batch(question: Question) -> Iterator[Proposal]:
@@ -358,7 +358,7 @@ def _with_shorter_rows(question: Question) -> Proposal | None:
     what = f"data.max_length={tokens}"
     batch = shorter.config.batch
     if batch != config.batch:
-        what += f" batch={flow(batch.model_dump(exclude_defaults=True))}"
+        what += f" batch={flow_style(batch.model_dump(exclude_defaults=True))}"
     return Proposal(what, shorter)
 
 
@@ -489,8 +489,8 @@ def _with_micro_batch(question: Question, strategy: StrategyConfig, micro: int) 
     with suppress(PlanError):
         mesh = strategy.mesh(question.cluster.world_size)
         samples = micro * mesh.data_ranks
-        stages = in_flight(mesh, strategy)
-        accumulation = default_rounds(question.config.algorithm, samples, stages)
+        stages = least_accumulation(mesh, strategy)
+        accumulation = default_accumulation(question.config.algorithm, samples, stages)
     batch = BatchConfig(micro_batch=micro, accumulation=accumulation)
     return replace(question, config=question.config.model_copy(update={"batch": batch}), data=None)
 
@@ -641,7 +641,7 @@ def describe_config_difference(old: Config, new: Config) -> str:
             continue
         if section == "strategy" and "kind" in after:
             keys = {"kind": after["kind"], **keys}
-        sections.append(f"{section}: {flow(keys)}")
+        sections.append(f"{section}: {flow_style(keys)}")
     return ", ".join(sections)
 
 

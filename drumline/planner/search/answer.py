@@ -25,7 +25,7 @@ from drumline.config.config import Config
 from drumline.config.strategy import StrategyConfig
 from drumline.errors import EnvironmentFault
 from drumline.hardware.cluster import Cluster
-from drumline.plan.estimate import Ends, Estimate
+from drumline.plan.estimate import Estimate, Interval
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataPlan, Layout, RolePlan
 from drumline.planner.cost.fitted import SPEED_ERROR, is_measured
@@ -235,7 +235,7 @@ def number(value: float | None) -> str:
     return f"{value:.2g}"
 
 
-def ranged(value: float, factors: Ends, show: Callable[[float], str] = number) -> str:
+def ranged(value: float, factors: Interval, show: Callable[[float], str] = number) -> str:
     """Return a value with its range: `12.3 (11.6-13.4)`.
 
     `factors`: of the lower and of the upper end of the range, as multiples of the value.

@@ -26,7 +26,7 @@ from drumline.errors import PlanError
 from drumline.plan.batch import resolve_batch
 from drumline.plan.estimate import Estimate
 from drumline.plan.explain import count
-from drumline.plan.stages import in_flight
+from drumline.plan.stages import least_accumulation
 from drumline.planner.cost.fitted import SPEED_ERROR
 from drumline.planner.search.advice import nothing_fits_error, smallest_changes
 from drumline.planner.search.answer import (
@@ -226,7 +226,7 @@ def choose(question: Question) -> tuple[Config, str | None]:
     layout = first.layout
     update: dict[str, Any] = {"strategy": layout.strategy}
     # A section that resolves to the same value anyway stays as the user set it.
-    least = in_flight(layout.mesh, layout.strategy)
+    least = least_accumulation(layout.mesh, layout.strategy)
     if resolve_batch(config, layout.mesh.data_ranks, least) != layout.batch:
         update["batch"] = first.config.batch
     if layout.config.memory != config.memory:

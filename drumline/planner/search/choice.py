@@ -128,7 +128,7 @@ def _larger_batch(answer: Answer, other: ModeResult) -> LargerBatch | None:
         return None
     # A sample may have several rows, such as both answers of a pair.
     rows = first.layout.batch.rows_per_sample
-    tokens = first.layout.length * rows
+    tokens = first.layout.max_length * rows
     samples = first.layout.batch.global_samples
     best = first
     while 2 * samples * tokens <= MOST_TOKENS_A_STEP:

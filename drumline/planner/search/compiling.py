@@ -12,7 +12,7 @@ import shutil
 from drumline.config.config import Config
 from drumline.errors import PlanError
 from drumline.hardware.cluster import Cluster
-from drumline.plan.attention import installed
+from drumline.plan.attention import is_installed
 from drumline.plan.estimate import Estimate
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Layout
@@ -49,7 +49,7 @@ def reason_against(config: Config, facts: ModelFacts, cluster: Cluster) -> str:
 
 def _missing_tool() -> str:
     """Return which tool of torch.compile this machine lacks; an empty text if it has all."""
-    if not installed("triton"):
+    if not is_installed("triton"):
         return "the package triton is missing here"
     compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
     if not any(shutil.which(name) for name in compilers):

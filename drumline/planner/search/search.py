@@ -25,21 +25,21 @@ from drumline.errors import PlanError
 from drumline.hardware import catalog
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import Device, Machine
-from drumline.plan.batch import TOKENS_AT_ONCE, batches, resolve_batch
+from drumline.plan.batch import TOKENS_AT_ONCE, possible_batches, resolve_batch
 from drumline.plan.estimate import Estimate
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import BatchPlan, Layout
 from drumline.plan.resolve import (
     KnownModel,
-    deepspeed_of,
-    device_of,
-    lay_out,
-    precision_of,
-    require,
+    deepspeed_options,
+    require_allowed,
     resolve,
+    resolve_device,
+    resolve_layout,
+    resolve_precision,
 )
 from drumline.plan.rule import Case
-from drumline.plan.stages import in_flight
+from drumline.plan.stages import least_accumulation
 from drumline.plan.strategy_engine import engine_spec
 from drumline.planner.cost.times import estimate
 from drumline.planner.search.answer import (
@@ -354,8 +354,8 @@ class _Estimator:
         self.question = replace(question, config=self.config)
         cluster = question.cluster
         machine = _machine(cluster)
-        self.device = device_of(self.config, machine)
-        self.precision = precision_of(self.config, machine, self.device, [])
+        self.device = resolve_device(self.config, machine)
+        self.precision = resolve_precision(self.config, machine, self.device, [])
         self._require_fp8()
         memory = self.config.memory
         self.may_compile = False
@@ -457,15 +457,17 @@ class _Estimator:
             config = set_compile(config, True)
         mesh = strategy.mesh(_number_of_processes(question, strategy))
         case = Case(config, mesh, self.device, self.precision, question.facts)
-        require(case, question.roles, question.data)
+        require_allowed(case, question.roles, question.data)
         refusal = None
         is_laid_out = False
         only_without_accumulation = False
-        for batch in self._batches(config, mesh, in_flight(mesh, strategy)):
+        for batch in self._batches(config, mesh, least_accumulation(mesh, strategy)):
             if only_without_accumulation and batch.accumulation > 1:
                 continue
             try:
-                layout = lay_out(case, batch, question.roles, question.data, cluster.per_node)
+                layout = resolve_layout(
+                    case, batch, question.roles, question.data, cluster.per_node
+                )
                 layout = within_budget(layout, question.facts, cluster, self.checkpointing_modes)
             except PlanError as error:
                 refusal = refusal or error
@@ -494,13 +496,13 @@ class _Estimator:
             raise PlanError(f"it is one process, and there are {world_size}")
 
     def _batches(self, config: Config, mesh: Mesh, least: int) -> Iterator[BatchPlan]:
-        """Yield the batches to estimate, the smallest micro-batch first (plan.batch.batches).
+        """Yield the batches to estimate, the smallest micro-batch first (plan.batch.possible_batches).
 
         A single GPU without any batch setting would take one row at a time. There the global batch
         is open, too: rows are doubled up to MOST_AT_ONCE tokens, as far as there is data.
         """
         world = self.question.cluster.world_size
-        yield from batches(config, mesh.data_ranks, world, least)
+        yield from possible_batches(config, mesh.data_ranks, world, least)
         is_open = config.batch.model_dump(exclude_defaults=True) == {}
         if world > 1 or self.device == "cpu" or not is_open or config.images_alone:
             return
@@ -532,7 +534,7 @@ def _rank_of_equal(candidate: Candidate) -> tuple[bool, int]:
 def _distance_from_usual(candidate: Candidate) -> float:
     """Return how many doublings lie between a micro-batch and the usual number of tokens."""
     layout = candidate.layout
-    return abs(math.log2(layout.rows * layout.length / TOKENS_AT_ONCE))
+    return abs(math.log2(layout.rows * layout.max_length / TOKENS_AT_ONCE))
 
 
 def _fit_export(question: Question, layout: Layout) -> tuple[Layout, Estimate]:
@@ -572,7 +574,7 @@ def _complete_config(candidate: Candidate, facts: ModelFacts) -> Candidate:
     if candidate.estimate.verdict == "tight" and "on_oom" not in memory.model_fields_set:
         update["memory"] = memory.model_copy(update={"on_oom": "replan"})
     completed = layout.model_copy(update={"config": layout.config.model_copy(update=update)})
-    deepspeed_of(completed, facts, "")
+    deepspeed_options(completed, facts, "")
     return replace(candidate, layout=completed)
 
 

@@ -6,7 +6,7 @@ from drumline.hardware.cluster import Cluster
 from drumline.plan.estimate import Estimate
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Layout
-from drumline.plan.resolve import reason_for_whole_stream
+from drumline.plan.resolve import first_reason_against_sequence_parallelism
 from drumline.planner.cost.times import estimate
 from drumline.planner.search.answer import gb, number
 
@@ -19,7 +19,7 @@ def describe_stream(layout: Layout, facts: ModelFacts, cluster: Cluster) -> str:
     if layout.stream_parts == 1:
         if getattr(layout.strategy, "sequence_parallel", None) is False:
             return "off, as set"
-        return f"off: {reason_for_whole_stream(layout.config, facts)}"
+        return f"off: {first_reason_against_sequence_parallelism(layout.config, facts)}"
     cut = estimate(layout, facts, cluster)
     whole = estimate(layout.model_copy(update={"stream_parts": 1}), facts, cluster)
     on = f"on (experimental on GPUs): {_needs(cut)}"

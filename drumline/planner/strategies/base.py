@@ -17,7 +17,7 @@ from drumline.config.mesh import divisors
 from drumline.config.registry import part_class
 from drumline.config.strategy import PipelineConfig, StrategyConfig
 from drumline.plan.estimate import Activations
-from drumline.plan.facts import ModelFacts, Part
+from drumline.plan.facts import ModelFacts, PipelinePart
 from drumline.plan.plan import Layout
 from drumline.planner.cost.terms import (
     Buffers,
@@ -102,7 +102,7 @@ class StrategyCost(Generic[S]):
         """Return the bytes, for each trainable parameter, of a second optimizer, such as DiLoCo's outer one."""
         return 0
 
-    def state(self, layout: Layout, facts: ModelFacts, model_part: Part) -> State:
+    def state(self, layout: Layout, facts: ModelFacts, model_part: PipelinePart) -> State:
         """Return the bytes that a rank with this part of the model holds between steps."""
         return native_state(layout, facts, model_part, self.outer_bytes())
 
@@ -110,7 +110,7 @@ class StrategyCost(Generic[S]):
         self,
         layout: Layout,
         facts: ModelFacts,
-        model_part: Part,
+        model_part: PipelinePart,
         state: State,
         activations: Activations | None,
     ) -> Buffers:
@@ -146,7 +146,7 @@ class StrategyCost(Generic[S]):
     ) -> None:
         """Add to `volume` what weights and gradients send in a step.
 
-        `rank_entries`: entries of weights on a rank, by the keys of `plan.facts.cut_weights`: `units`
+        `rank_entries`: entries of weights on a rank, by the keys of `plan.facts.sharded_sizes`: `units`
         are sharded with their block, `root` with the rest of the model, `experts` over some data
         ranks only. With `_trainable` they are of trainable weights, with `_low` of frozen ones in
         low precision. `tensors` is the number of trainable weights.

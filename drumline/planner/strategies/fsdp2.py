@@ -18,12 +18,12 @@ from drumline.config.strategy import StrategyConfig
 from drumline.plan.estimate import Activations
 from drumline.plan.facts import (
     ModelFacts,
-    Part,
+    PipelinePart,
     Sizes,
-    ends,
-    ends_by_unit,
     largest_block,
-    rank_params,
+    non_block_sizes,
+    non_block_sizes_by_unit,
+    part_sizes,
     takes_fp8,
 )
 from drumline.plan.plan import Layout
@@ -126,7 +126,7 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         self,
         layout: Layout,
         facts: ModelFacts,
-        model_part: Part,
+        model_part: PipelinePart,
         state: State,
         activations: Activations | None,
     ) -> Buffers:
@@ -138,14 +138,14 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         shards = self.strategy.shards(layout.mesh)
         gathered = self._gathered_weights(layout, facts, model_part)
         block = largest_block(facts, model_part, tp)
-        root = ends(facts, model_part, tp)
+        root = non_block_sizes(facts, model_part, tp)
         bytes_per_entry = _gathered_bytes_per_entry(layout)
         reduced_bytes_per_entry = PRECISION_BYTES[self.strategy.reduce_dtype]
         # Unsharded gradients of the whole model, if they are reduced once a step.
         unreduced = 0
         is_accumulated = not self.strategy.sync_each_micro_batch and layout.batch.accumulation > 1
         if is_accumulated or layout.mesh.pp > 1:
-            unreduced = reduced_bytes_per_entry * rank_params(facts, model_part, tp).trainable
+            unreduced = reduced_bytes_per_entry * part_sizes(facts, model_part, tp).trainable
         # A block's unsharded gradients. Beside them are the buffer in which the gradients of the
         # block that ran backward just before are reduced, and the result. The first block of
         # backward, the model's last one, has none of these.
@@ -162,7 +162,7 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         at_head = 0.0
         trainable_outside_blocks = root.trainable
         if gathered.head:
-            _, head, _ = ends_by_unit(facts, model_part, tp)
+            _, head, _ = non_block_sizes_by_unit(facts, model_part, tp)
             trainable_outside_blocks -= head.trainable
             at_head = (
                 reduced_bytes_per_entry * head.trainable + FP32_BYTES * head.trainable / shards
@@ -173,7 +173,7 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
             # Copies of shards that come from the host.
             shards_on_their_way = FP32_BYTES * (root.entries + block.entries) / shards
         else:
-            step = step_buffer_bytes(layout, rank_params(facts, model_part, tp, shards), True)
+            step = step_buffer_bytes(layout, part_sizes(facts, model_part, tp, shards), True)
         return Buffers(
             through=gathered.through + unreduced + shards_on_their_way,
             head=gathered.head,
@@ -187,7 +187,7 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         )
 
     def _gathered_weights(
-        self, layout: Layout, facts: ModelFacts, model_part: Part
+        self, layout: Layout, facts: ModelFacts, model_part: PipelinePart
     ) -> GatheredWeights:
         """Return the bytes of gathered weights by phase.
 
@@ -198,7 +198,7 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         block = _gathered_bytes(layout, largest_block(facts, model_part, tp))
         if not self.strategy.reshards:
             # Weights that were gathered once stay whole until the end of backward.
-            everything = _gathered_bytes(layout, rank_params(facts, model_part, tp))
+            everything = _gathered_bytes(layout, part_sizes(facts, model_part, tp))
             return GatheredWeights(
                 through=everything,
                 head=0.0,
@@ -208,12 +208,12 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
             )
         if self.strategy.gathers_ends_apart(layout.mesh, layout.config.has_own_module):
             # The embedding is freed when the first block runs, and backward does not read it.
-            _, head_sizes, rest = ends_by_unit(facts, model_part, tp)
+            _, head_sizes, rest = non_block_sizes_by_unit(facts, model_part, tp)
             head: float = _gathered_bytes(layout, head_sizes)
             through = _gathered_bytes(layout, rest)
         else:
             head = 0.0
-            through = _gathered_bytes(layout, ends(facts, model_part, tp))
+            through = _gathered_bytes(layout, non_block_sizes(facts, model_part, tp))
         # While a block's weights are copied out of what was gathered for it, both exist.
         blocks_ahead = self.strategy.prefetch or 1
         blocks_ahead_in_backward = self.strategy.prefetch_in_backward or 1
@@ -332,7 +332,10 @@ def _gathered_bytes(layout: Layout, sizes: Sizes) -> int:
     """Return the bytes of gathered weights. Frozen matrices are in the precision of the run."""
     bytes_per_entry = _gathered_bytes_per_entry(layout)
     frozen_bytes_per_entry = min(bytes_per_entry, PRECISION_BYTES[layout.precision])
-    return bytes_per_entry * (sizes.entries - sizes.low) + frozen_bytes_per_entry * sizes.low
+    return (
+        bytes_per_entry * (sizes.entries - sizes.frozen_matrices)
+        + frozen_bytes_per_entry * sizes.frozen_matrices
+    )
 
 
 def _cast_to_fp8(facts: ModelFacts) -> tuple[int, int]:

@@ -31,7 +31,15 @@ from drumline.engine.strategies.zero.config import (
     user_config,
 )
 from drumline.plan.estimate import Activations
-from drumline.plan.facts import ModelFacts, Part, Weight, ends, largest_block, part_of, weights_of
+from drumline.plan.facts import (
+    ModelFacts,
+    PipelinePart,
+    Weight,
+    all_weights,
+    largest_block,
+    non_block_sizes,
+    pipeline_part,
+)
 from drumline.plan.plan import Layout
 from drumline.planner.cost.terms import (
     FP32_BYTES,
@@ -118,10 +126,10 @@ def partition(facts: ModelFacts, ranks: int, has_two_groups: bool) -> Partition:
 
 def _weights_in_order(facts: ModelFacts) -> list[Weight]:
     """Return all weights in the model's own order."""
-    weights = [weight for weight in facts.end_weights if weight.place != "after"]
+    weights = [weight for weight in facts.end_weights if weight.position != "after"]
     for block in facts.block_weights:
         weights += block
-    weights += [weight for weight in facts.end_weights if weight.place == "after"]
+    weights += [weight for weight in facts.end_weights if weight.position == "after"]
     return weights
 
 
@@ -167,7 +175,7 @@ class ZeroCost(StrategyCost[Zero]):
             found.append((3, self.strategy.model_copy(update={"offload_optimizer": CPU})))
         return found
 
-    def state(self, layout: Layout, facts: ModelFacts, model_part: Part) -> State:
+    def state(self, layout: Layout, facts: ModelFacts, model_part: PipelinePart) -> State:
         """Return the bytes of weights, gradients and moments between two steps.
 
         Gradients are counted as they lie at the end of the last backward of a step. Weights have
@@ -265,7 +273,7 @@ class ZeroCost(StrategyCost[Zero]):
         self,
         layout: Layout,
         facts: ModelFacts,
-        model_part: Part,
+        model_part: PipelinePart,
         state: State,
         activations: Activations | None,
     ) -> Buffers:
@@ -349,11 +357,11 @@ class ZeroCost(StrategyCost[Zero]):
         prefetched = _stage_3_entries(options, "prefetch_bucket_size", PREFETCHED)
         threshold = _stage_3_entries(options, "param_persistence_threshold", PERSISTENT)
         persistent = 0
-        for weight, number in weights_of(facts):
+        for weight, number in all_weights(facts):
             if weight.numel <= threshold:
                 persistent += number * weight.numel
         everything = cut.trainable + cut.frozen
-        block = largest_block(facts, part_of(facts)).entries
+        block = largest_block(facts, pipeline_part(facts)).entries
         # DeepSpeed gathers up to `live` entries ahead. It exceeds this by the block that runs, and by
         # what is prefetched. Persistent weights are counted in `always`.
         gathered = min(everything, live + prefetched + block) - min(everything, persistent)
@@ -402,10 +410,10 @@ class ZeroCost(StrategyCost[Zero]):
             if parameters != "none":
                 shard = cut.pieces
             between += bytes_per_entry * (shard + cut.largest)
-        everything = part_of(facts)
+        everything = pipeline_part(facts)
         block = largest_block(facts, everything).entries
         # What is filled at once: a block, or what is outside of the blocks.
-        piece = max(block, ends(facts, everything).entries) or facts.parameters
+        piece = max(block, non_block_sizes(facts, everything).entries) or facts.parameters
         if self.strategy.stage < 3:
             # Weights that stay on the host in fp32, and those that DeepSpeed copies in low precision.
             staying = facts.parameters
@@ -538,7 +546,7 @@ class ZeroCost(StrategyCost[Zero]):
             near = plus.hierarchical_partition
         volume.add("all_gather", bytes_per_entry * parts["persistent"], ranks, "shard")
         # Only as much of a block is gathered ahead as the bucket takes. The rest is waited for.
-        hidden = min(1.0, prefetched / max(1, largest_block(facts, part_of(facts)).entries))
+        hidden = min(1.0, prefetched / max(1, largest_block(facts, pipeline_part(facts)).entries))
         sides: tuple[tuple[float, Beside, Beside], ...] = (
             (hidden, "forward", "backward"),
             (1 - hidden, "nothing", "nothing"),
@@ -627,7 +635,7 @@ def _decays(weight: Weight, has_two_groups: bool) -> bool:
 def _groups(facts: ModelFacts, has_two_groups: bool) -> Counter[bool]:
     """Return the trainable entries of each of the optimizer's groups, by whether the group decays."""
     groups = Counter[bool]()
-    for weight, number in weights_of(facts):
+    for weight, number in all_weights(facts):
         if weight.trainable:
             groups[_decays(weight, has_two_groups)] += number * weight.numel
     return groups
@@ -663,8 +671,8 @@ def _parts_of_rank(
     passes = PASSES
     if is_recomputed:
         passes = PASSES_RECOMPUTED
-    before = tuple(weight for weight in facts.end_weights if weight.place == "before")
-    after = tuple(weight for weight in facts.end_weights if weight.place != "before")
+    before = tuple(weight for weight in facts.end_weights if weight.position == "before")
+    after = tuple(weight for weight in facts.end_weights if weight.position != "before")
     head = sum(weight.numel for weight in after)
     sums = Counter[str]()
     # Entries of the blocks after this one, which run between its forward and its backward.

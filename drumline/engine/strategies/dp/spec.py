@@ -8,7 +8,7 @@ from typing import Any
 from drumline.config.refusal import Refusal
 from drumline.config.strategies.dp import DPStrategy
 from drumline.plan.plan import Plan
-from drumline.plan.rule import Case, sees
+from drumline.plan.rule import Case, is_vision_language
 from drumline.plan.strategy_engine import EngineSpec
 
 
@@ -16,7 +16,7 @@ class DPSpec(EngineSpec[DPStrategy]):
     def refusals(self, case: Case) -> Iterator[Refusal]:
         """Yield what a batch that is cut into runs of rows cannot do."""
         algorithm = case.config.algorithm
-        if sees(case):
+        if is_vision_language(case):
             yield Refusal(
                 "images × dp",
                 "nn.DataParallel cuts every tensor of a batch into equal runs, and rows have uneven numbers of patches",

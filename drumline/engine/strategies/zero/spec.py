@@ -13,7 +13,7 @@ from drumline.engine.strategies.zero.config import adopt, deepspeed_config
 from drumline.engine.strategies.zero.machine import require
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import BatchPlan, Plan
-from drumline.plan.rule import Case, recomputes_some
+from drumline.plan.rule import Case, uses_selective_checkpointing
 from drumline.plan.strategy_engine import EngineSpec
 
 Z = TypeVar("Z", bound=Zero)
@@ -71,7 +71,7 @@ class ZeroSpec(EngineSpec[Z]):
 class Zero3Spec(ZeroSpec[Zero3Strategy]):
     def refusals(self, case: Case) -> Iterator[Refusal]:
         yield from super().refusals(case)
-        if recomputes_some(case):
+        if uses_selective_checkpointing(case):
             yield Refusal(
                 "selective checkpointing × zero3",
                 "torch's selective checkpointing requires the same operations again,"
