@@ -1,9 +1,9 @@
 """Score episodes by the config's rewards, which separate processes compute. No torch.
 
-An episode is worth the sum of its rewards. If a reward raises, hangs, crashes or returns no number,
-it counts as NaN by itself and as 0 in the sum, and the reason is reported. A reward that returns None
-does not apply to the episode. A process that ended is replaced. The caller's process runs no code of
-the user's.
+An episode is worth the weighted sum of its rewards. A reward fails if it raises, hangs, crashes or
+returns no number. The episode's worth is then unknown (NaN), unless that reward has the weight 0, and
+the reason is reported. A reward that returns None does not apply to the episode. A process that ended
+is replaced. The caller's process runs no code of the user's.
 
 Messages go over a pair of sockets, one line of JSON each. A reward runs in the same process as the
 socket's other end and may write on it, so the caller does not trust what it reads.
@@ -87,7 +87,7 @@ class Item:
 class Scored:
     """What one episode is worth."""
 
-    # The weighted sum of the parts that are numbers.
+    # The weighted sum of the rewards that apply; NaN if one of them failed, unless its weight is 0.
     value: float
     # Reward name → value without its weight, NaN if it failed or does not apply.
     parts: dict[str, float]
@@ -272,8 +272,11 @@ class Rewards:
             applies = applies or _tells_good_answers(config)
             if failure is None:
                 total += weighted
-            else:
-                failures[name] = failure
+                continue
+            failures[name] = failure
+            # A reward of weight 0 is only a metric: without it the sum is still known.
+            if config.weight != 0:
+                total = math.nan
         return Scored(total, parts, failures, applies)
 
     def _compute(self, index: int, item: Item, given: Mapping[str, float]) -> Rewarded:

@@ -470,7 +470,7 @@ class Rollouts:
         samples = []
         for prompt, episode, meta, score in zip(ids, episodes, metas, scores, strict=True):
             reward = math.nan
-            if score.applies and not score.failures:
+            if score.applies:
                 reward = score.value
                 _, completion = episode
                 if not completion.ended:

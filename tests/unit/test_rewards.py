@@ -177,7 +177,10 @@ def test_misbehaviour_costs_its_sample_and_is_named(folder: Path) -> None:
         )
         has_value = "naughty" not in one.failures and completion != "none"
         assert math.isnan(one.parts["naughty"]) == (not has_value)
-        assert one.value == 0.5 * len(completion) + has_value
+        if "naughty" in one.failures:
+            assert math.isnan(one.value), "the sum is unknown"
+        else:
+            assert one.value == 0.5 * len(completion) + has_value
     assert again[0].value == 2.0
 
 
@@ -247,7 +250,9 @@ def test_numbers_beyond_what_can_be_reckoned_with_cost_their_sample(folder: Path
         None,
         "returned inf",
     ]
-    assert [s.value for s in scored] == [0, 0, 0, 1e14, 0]
+    assert [s.value for s in scored] == pytest.approx(
+        [math.nan, math.nan, math.nan, 1e14, math.nan], nan_ok=True
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pydantic import TypeAdapter
 
 from drumline.config.rollouts import Reward, RewardFailureConfig
@@ -52,15 +53,38 @@ def evaluated(
     config: Any = TypeAdapter(Reward).validate_python(
         {"kind": "function", "path": f"mine.py:{reward}"}
     )
+    with Rewards([config], folder, workers=1) as rewards:
+        return evaluate_by(rewards, {}, **held_out)
+
+
+def evaluate_by(
+    rewards: Any, model_rewards: dict[str, Any], **held_out: list[dict[str, Any]]
+) -> tuple[dict[str, float], int, dict[str, Any]]:
+    """Evaluate by `rewards`; `model_rewards`: reward of kind model → what scores the episodes."""
     rollouts = object.__new__(Rollouts)
     rollouts.held_out = {name: Prompts(metas) for name, metas in held_out.items()}  # type: ignore[misc]
     rollouts.sample = lambda requests, step, greedy: [
         Completion([3], [0.0], True) for _ in requests
     ]
-    rollouts.decode, rollouts.readers = str, SimpleNamespace(rewards={})  # type: ignore[assignment]
+    rollouts.decode = str
+    rollouts.readers = SimpleNamespace(rewards=model_rewards)  # type: ignore[assignment]
     rollouts.algorithm = SimpleNamespace(missing_stop_penalty=0.0)  # type: ignore[assignment]
-    with Rewards([config], folder, workers=1) as rollouts.rewards:
-        return rollouts.evaluate(3)
+    rollouts.rewards = rewards
+    return rollouts.evaluate(3)
+
+
+def test_a_failed_reward_of_weight_0_leaves_an_episode_its_reward() -> None:
+    judge = {"kind": "model", "model": "some/model", "name": "judge"}
+    metric = {**judge, "name": "metric", "weight": 0}
+    configs = [TypeAdapter(Reward).validate_python(values) for values in (judge, metric)]
+    model_rewards = {
+        "judge": lambda batch: torch.tensor([2.0]),
+        "metric": lambda batch: torch.tensor([math.nan]),
+    }
+    with Rewards(configs, Path(), workers=1) as rewards:
+        metrics, _, failures = evaluate_by(rewards, model_rewards, all=[{}])
+    assert (metrics["reward"], metrics["reward_failed"]) == (2.0, 0.0)
+    assert failures == {"metric": {"returned nan": 1}}
 
 
 @pytest.mark.slow
