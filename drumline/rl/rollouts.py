@@ -503,8 +503,9 @@ class Rollouts:
         items = []
         for (_, completion), meta in zip(episodes, metas, strict=True):
             text = self.decode(completion.tokens)
-            # Columns of the user's own row win over ours of the same name.
-            columns = {**meta, **meta.get(OWN_COLUMNS, {})}
+            # The user's columns `prompt` and `domain` replace ours of the same names.
+            columns = dict(meta)
+            columns |= columns.pop(OWN_COLUMNS, {})
             items.append(Item(meta["prompt"], text, len(completion.tokens), columns))
         rank, ranks = rank_and_world_size()
         batch = _to_episodes(episodes)

@@ -17,7 +17,7 @@ from drumline.config.rollouts import Reward, RewardFailureConfig
 from drumline.data.encode import OWN_COLUMNS
 from drumline.errors import TrainingStopped
 from drumline.rl.generate import Completion
-from drumline.rl.rewards import Rewards
+from drumline.rl.rewards import Item, Rewards, Scored
 from drumline.rl.rollouts import Rollouts, Sample, SampleGroups
 from drumline.system.redact import plain
 from drumline.telemetry.events import Eval, Event
@@ -85,6 +85,18 @@ def test_a_failed_reward_of_weight_0_leaves_an_episode_its_reward() -> None:
         metrics, _, failures = evaluate_by(rewards, model_rewards, all=[{}])
     assert (metrics["reward"], metrics["reward_failed"]) == (2.0, 0.0)
     assert failures == {"metric": {"returned nan": 1}}
+
+
+def test_a_reward_gets_the_columns_of_the_row_once() -> None:
+    given: list[Item] = []
+
+    def score(items: list[Item], _: Any) -> list[Scored]:
+        given.extend(items)
+        return [Scored(1.0, {}, {})]
+
+    rewards = SimpleNamespace(names=[], score=score)
+    evaluate_by(rewards, {}, all=[{"level": 1, OWN_COLUMNS: {"domain": "maths"}}])
+    assert given[0].meta == {"prompt": "?", "level": 1, "domain": "maths"}
 
 
 @pytest.mark.slow
