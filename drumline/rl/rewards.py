@@ -158,7 +158,9 @@ def check(
         sorted_columns = None
         if columns is not None:
             sorted_columns = sorted(columns)
-        RewardProcess(functions, base_dir, sorted_columns).kill()
+        process = RewardProcess(functions, base_dir, sorted_columns)
+        process.wait_until_ready()
+        process.kill()
 
 
 def _check_columns(config: Reward, where: str, columns: Collection[str]) -> None:
@@ -304,7 +306,12 @@ class Rewards:
             self._workers.discard(worker)
         worker = RewardProcess(self.isolated, self.base_dir)
         self._of_thread.worker = worker
+        # Before it is ready: `close` ends it in the middle of an import, too.
         self._workers.add(worker)
+        if self._closed:
+            worker.kill()
+            raise RuntimeError("the rewards were closed while a process was started")
+        worker.wait_until_ready()
         return worker
 
 
@@ -433,19 +440,19 @@ class RewardProcess:
         rewards: dict[int, Reward],
         base_dir: Path,
         columns: list[str] | None = None,
-        start_seconds: float = START_SECONDS,
     ) -> None:
-        """Start the process, and wait until it has imported everything.
+        """Start the process, which imports nothing yet; `wait_until_ready` comes next.
 
         Args:
             rewards: Index in the config's list → reward.
             base_dir: The folder of the YAML.
             columns: Those of the rows, if functions are to be checked against them.
-            start_seconds: That the start may take.
 
-        Raises ConfigError or EnvironmentFault for what the worker refuses, EnvironmentFault if it
-        cannot be started.
+        Raises EnvironmentFault if it cannot be started.
         """
+        self.rewards = rewards
+        dumped = {index: reward.model_dump(mode="json") for index, reward in rewards.items()}
+        self.task = {"base_dir": str(base_dir), "columns": columns, "rewards": dumped}
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours, LONGEST_ANSWER)
         fd = theirs.fileno()
@@ -458,21 +465,27 @@ class RewardProcess:
             ) from error
         finally:
             theirs.close()
-        dumped = {index: reward.model_dump(mode="json") for index, reward in rewards.items()}
-        task = {"base_dir": str(base_dir), "columns": columns, "rewards": dumped}
+
+    def wait_until_ready(self, seconds: float = START_SECONDS) -> None:
+        """Have the process import everything, which may take `seconds`, and wait for it.
+
+        If that fails the process is killed. Raises ConfigError or EnvironmentFault for what the
+        worker refuses, EnvironmentFault if it ends or hangs.
+        """
         try:
-            self._start(task, rewards, start_seconds)
+            self._import_rewards(seconds)
         except BaseException:
             self.kill()
             raise
 
-    def _start(self, task: dict[str, Any], rewards: dict[int, Reward], seconds: float) -> None:
+    def _import_rewards(self, seconds: float) -> None:
         """Send the rewards' options, and wait until everything is imported."""
         try:
-            self.channel.send(task, seconds)
+            self.channel.send(self.task, seconds)
             reply = self.channel.receive(seconds)
         except TimeoutError:
-            paths = ", ".join(getattr(reward, "path", reward.kind) for reward in rewards.values())
+            rewards = self.rewards.values()
+            paths = ", ".join(getattr(reward, "path", reward.kind) for reward in rewards)
             raise EnvironmentFault(
                 f"importing {paths} takes more than {seconds:g} s",
                 where=WHERE,

@@ -21,6 +21,7 @@ from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.config.rollouts import LengthReward, Reward
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline.rl.rewards import (
+    START_SECONDS,
     Item,
     RewardProcess,
     Rewards,
@@ -237,7 +238,7 @@ def test_a_module_that_writes_on_the_socket_is_refused_before_training(folder: P
     loud = "import os\nfor fd in range(3, 4096):\n    try: os.write(fd, b'junk' + bytes([10]))\n    except OSError: pass\n"
     (folder / "loud.py").write_text(loud)
     with pytest.raises(EnvironmentFault, match="wrote on a file descriptor that is not its own"):
-        RewardProcess({0: reward(kind="function", path="loud.py:f")}, folder)
+        RewardProcess({0: reward(kind="function", path="loud.py:f")}, folder).wait_until_ready()
 
 
 def test_numbers_beyond_what_can_be_reckoned_with_cost_their_sample(folder: Path) -> None:
@@ -482,7 +483,20 @@ def test_functions_are_checked_before_training(folder: Path, path: str, line: st
 def test_an_import_that_hangs_is_told(folder: Path) -> None:
     (folder / "slow.py").write_text("import time; time.sleep(60)\n")
     with pytest.raises(EnvironmentFault, match=r"importing slow.py:f takes more than 1 s"):
-        RewardProcess({0: reward(kind="function", path="slow.py:f")}, folder, start_seconds=1.0)
+        RewardProcess({0: reward(kind="function", path="slow.py:f")}, folder).wait_until_ready(1.0)
+
+
+def test_closing_does_not_wait_for_an_import(folder: Path) -> None:
+    begun = folder / "begun"
+    code = f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(600)\n"
+    (folder / "slow.py").write_text(code)
+    with Rewards([reward(kind="function", path="slow.py:f")], folder, workers=1):
+        until = time.monotonic() + START_SECONDS
+        while not begun.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert begun.exists()
+        closed_at = time.monotonic()
+    assert time.monotonic() - closed_at < START_SECONDS / 2
 
 
 def test_columns_are_checked_where_they_are_known(folder: Path) -> None:
