@@ -112,7 +112,11 @@ class SamplerCheck:
         self.prompts = prompts
         self.precision = precision
         # A baseline of another sampler or precision says nothing about this one.
-        self.setting = f"{config.kind} {precision}"
+        sampler = config.kind
+        if isinstance(config, configs.VLLMGenerator) and config.url is not None:
+            # A server may compute in another type than vLLM's engine in this process does.
+            sampler = f"{config.kind} server"
+        self.setting = f"{sampler} {precision}"
         self.gap: float | None = None
         self.baseline: float | None = None
         self.needs_baseline = is_new

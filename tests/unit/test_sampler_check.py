@@ -175,8 +175,9 @@ def test_a_run_that_goes_on_takes_no_gap_for_its_first() -> None:
     of_older_checkpoint = check(is_new=False)
     of_other_precision = check("bf16", is_new=False, state=first.state())
     of_other_generator = check(is_new=False, state=first.state(), config=c.HFGenerator())
+    of_engine = check(is_new=False, state=first.state(), config=c.VLLMGenerator())
 
-    for one in (of_older_checkpoint, of_other_precision, of_other_generator):
+    for one in (of_older_checkpoint, of_other_precision, of_other_generator, of_engine):
         limit = gap_limit(None, one.precision)
 
         with pytest.raises(TrainingStopped, match="where rounding explains"):
