@@ -14,8 +14,9 @@ from drumline.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 WEIGHT = "weight"
-# Names of the sums that are added to the user's.
-OURS = ("loss", WEIGHT, "squared_norms")
+# Names of the sums that Drumline adds to the user's: the objective the weight, and the loop the other
+# two. It takes `squared_norms` out again before `step_metrics`.
+RESERVED = ("loss", WEIGHT, "squared_norms")
 # Of a sum with this prefix the largest over micro-batches is reported, instead of the sum over the
 # weight.
 MAX_PREFIX = "max_"
@@ -141,6 +142,8 @@ def _mistake_in(loss_sum: Any, sums: Any) -> str | None:
         if not isinstance(value, torch.Tensor) or value.ndim:
             return "sums that are not all scalar tensors"
     for name in sums:
-        if not isinstance(name, str) or name in OURS:
+        if not isinstance(name, str):
+            return f"a sum whose name is no string: {name!r}"
+        if name in RESERVED:
             return f"a sum of the name {name!r}, which Drumline uses itself"
     return None
