@@ -55,8 +55,8 @@ from drumline.plan.explain import default_run_dir, strategy_name
 from drumline.plan.plan import Plan
 from drumline.report.bars import bars
 from drumline.report.progress import lines_of_failed_rewards
-from drumline.rl.generate import Completion, positions
-from drumline.rl.rewards import Item, Rewards
+from drumline.rl.generate import Completion, max_positions
+from drumline.rl.rewards import EpisodeText, Rewards
 from drumline.system.files import write_whole
 from drumline.telemetry.events import Eval, Event
 from drumline.train.setup import EVAL_RESULTS, Request, make_plan
@@ -429,7 +429,7 @@ def _verifier_metrics(
     items = []
     for text, question in zip(texts, questions, strict=True):
         # A verifier reads neither the prompt nor the number of tokens.
-        items.append(Item("", text, 0, question.meta))
+        items.append(EpisodeText("", text, 0, question.meta))
     with Rewards([TaskReward()], base_dir) as rewards:
         scores = rewards.score(items)
     known = [score.value for score in scores if score.applies and not score.failures]
@@ -472,7 +472,7 @@ def complete_prompts(
     """
     rooms = [max_length - len(prompt) for prompt in prompts]
     # Positions of the model beyond `max_length`. A model that names no number has no limit.
-    model_positions = positions(model.module) or 2 * max_length
+    model_positions = max_positions(model.module) or 2 * max_length
     spare = max(0, model_positions - max_length)
     done: dict[int, tuple[str, Completion]] = {}
     for group in _groups_by_room(rooms, spare):

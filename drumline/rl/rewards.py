@@ -61,22 +61,22 @@ NOT_ITS_OWN = "wrote on a file descriptor that is not its own, or closed it"
 WHERE = "algorithm.rewards"
 
 
-class Rewarded(NamedTuple):
-    """What a reward gives for an episode."""
+class RewardResult(NamedTuple):
+    """The result of one reward for one episode."""
 
-    # NaN if it does not apply, and if it failed.
+    # Without its weight; NaN if the reward does not apply, and if it failed.
     value: float
-    # Why it failed; None if it did not.
+    # The reason why it failed; None if it did not.
     failure: str | None = None
 
 
 @dataclass(frozen=True)
-class Item:
-    """One episode to be scored."""
+class EpisodeText:
+    """An episode as text, as rewards read it."""
 
     prompt: str
     completion: str
-    # Length of the completion.
+    # Number of tokens of the completion.
     tokens: int
     # The other columns of the prompt's row. A prompt of a reasoning-gym task has `task` (its name),
     # `options` (of the task) and `entry` (question, answer, metadata).
@@ -84,8 +84,8 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """What one episode is worth."""
+class EpisodeScore:
+    """The results of all rewards for one episode."""
 
     # The weighted sum of the rewards that apply; NaN if one of them failed, unless its weight is 0.
     value: float
@@ -98,10 +98,10 @@ class Scored:
 
 
 def reward_names(configs: Sequence[Reward]) -> list[str]:
-    """Return what each reward is called in events.
+    """Return the name of each reward in events.
 
-    It is its `name`, else the name of its function or its kind. A second one of the same name is
-    `name.2`.
+    It is the reward's `name`, else the name of its function, else its kind. A second reward of the
+    same name is called `name.2`.
     """
     names: list[str] = []
     for config in configs:
@@ -120,11 +120,11 @@ def reward_names(configs: Sequence[Reward]) -> list[str]:
     return names
 
 
-def require(configs: Sequence[Reward]) -> None:
-    """Check that the rewards' packages and variables are there, without importing anything.
+def require_installed(configs: Sequence[Reward]) -> None:
+    """Check that the rewards' packages and environment variables exist, without importing anything.
 
-    Raises EnvironmentFault for a missing package, ConfigError for a variable of their options that is
-    not set. The variables' values are redacted from now on, because reasons may show them.
+    Raises EnvironmentFault for a missing package, ConfigError for a variable in a reward's options
+    that is not set. The variables' values are redacted from now on, because reasons may show them.
     """
     for index, config in enumerate(configs):
         where = f"algorithm.rewards[{index}]"
@@ -133,18 +133,18 @@ def require(configs: Sequence[Reward]) -> None:
         reveal(getattr(config, "options", {}), f"{where}.options")
 
 
-def check(
+def check_importable(
     configs: Sequence[Reward], base_dir: Path, columns: Collection[str] | None = None
 ) -> None:
-    """Check that the rewards can be computed, before anything is started for training.
+    """Check that functions can be imported and called, and that rows have the columns they read.
 
     Functions are imported in a process that is ended again, because an import may hang or crash.
-    `require` is called before this.
+    `require_installed` is called before this.
 
     Args:
         configs: The rewards of the config.
         base_dir: The folder of the YAML.
-        columns: Those of the rows, if known.
+        columns: The columns that all rows have; None if they are not known.
 
     Raises ConfigError or EnvironmentFault.
     """
@@ -164,7 +164,7 @@ def check(
 
 
 def _check_columns(config: Reward, where: str, columns: Collection[str]) -> None:
-    """Raise ConfigError if the rows lack a column that a reward reads."""
+    """Raise ConfigError if the rows lack a column that a reward of kind task or math reads."""
     if isinstance(config, TaskReward) and not {"task", "entry"} <= set(columns):
         raise ConfigError(
             "a reward of kind task needs prompts of reasoning-gym tasks",
@@ -172,8 +172,8 @@ def _check_columns(config: Reward, where: str, columns: Collection[str]) -> None
             fix="take rows of `kind: tasks`, or another reward",
         )
     if isinstance(config, MathReward) and config.column not in columns:
-        there = ", ".join(sorted(columns)) or "none"
-        what = f"no row has a column {config.column!r}; there are: {there}"
+        existing = ", ".join(sorted(columns)) or "none"
+        what = f"no row has a column {config.column!r}; there are: {existing}"
         raise ConfigError(what, where=f"{where}.column")
 
 
@@ -181,6 +181,11 @@ class Rewards:
     """The rewards of a run, on one rank.
 
     Processes start at once, while the caller goes on. They end with `close`, or with the caller.
+
+    A new kind of reward needs a config class in `config.rollouts` and a branch in
+    `reward_worker.scorer`; a package that it needs belongs in `PACKAGES`, and columns that it reads in
+    `_check_columns`. If it can be computed in this process, it has a branch in `_compute` instead and
+    is left out of `isolated`.
     """
 
     def __init__(
@@ -193,10 +198,11 @@ class Rewards:
             base_dir: The folder of the YAML.
             workers: Number of processes; None: see `_default_workers`.
         """
-        require(configs)
+        require_installed(configs)
         self.configs = list(configs)
         self.names = reward_names(configs)
         self.base_dir = base_dir
+        # Rewards that the processes compute, by their index in the config's list.
         self.isolated: dict[int, Reward] = {}
         for index, config in enumerate(configs):
             if not isinstance(config, LengthReward | ModelReward):
@@ -204,7 +210,7 @@ class Rewards:
         processes = workers or _default_workers()
         # A thread for each worker: it starts the process, sends its requests, and replaces it.
         self._pool = ThreadPoolExecutor(processes, thread_name_prefix="reward")
-        self._of_thread = threading.local()
+        self._thread_local = threading.local()
         self._workers: set[RewardProcess] = set()
         self._closed = False
         if self.isolated:
@@ -219,7 +225,7 @@ class Rewards:
         self.close()
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes, also those that are still importing."""
         self._closed = True
         for worker in list(self._workers):
             worker.process.terminate()
@@ -228,40 +234,43 @@ class Rewards:
             worker.kill()
 
     def score(
-        self, items: Sequence[Item], given: Mapping[str, Sequence[float]] | None = None
-    ) -> list[Scored]:
-        """Return what each item is worth, in their order.
+        self,
+        episodes: Sequence[EpisodeText],
+        model_scores: Mapping[str, Sequence[float]] | None = None,
+    ) -> list[EpisodeScore]:
+        """Return the score of each episode, in their order.
 
         Args:
-            items: The episodes.
-            given: The values of rewards of kind model, by name of the reward, each as long as
-                `items`.
+            episodes: The episodes.
+            model_scores: Name of a reward of kind model → its value for each episode.
 
         Raises EnvironmentFault if no process can be started.
         """
-        given_of_items: list[dict[str, float]] = [{} for _ in items]
-        for name, values in (given or {}).items():
-            for index, given_of_item in enumerate(given_of_items):
-                given_of_item[name] = float(values[index])
-        # The most seconds of an item: each reward may time out, and its process be started again.
+        scores_of_episodes: list[dict[str, float]] = [{} for _ in episodes]
+        for name, values in (model_scores or {}).items():
+            for index, scores_of_episode in enumerate(scores_of_episodes):
+                scores_of_episode[name] = float(values[index])
+        # The most seconds of an episode: each reward may time out, and its process be started again.
         timeouts = sum(config.timeout_seconds for config in self.isolated.values())
         granted = 2 * (START_SECONDS + timeouts)
-        scored = []
+        scores = []
         heartbeat.alive(granted)
-        for score in self._pool.map(self._score_item, items, given_of_items):
+        for score in self._pool.map(self._score_episode, episodes, scores_of_episodes):
             heartbeat.alive(granted)
-            scored.append(score)
-        return scored
+            scores.append(score)
+        return scores
 
-    def _score_item(self, item: Item, given: Mapping[str, float]) -> Scored:
-        """Compute all rewards of an item in turn, the isolated ones in this thread's process."""
+    def _score_episode(
+        self, episode: EpisodeText, model_scores: Mapping[str, float]
+    ) -> EpisodeScore:
+        """Compute all rewards of an episode in turn, the isolated ones in this thread's process."""
         parts = {}
         failures = {}
         total = 0.0
         applies = not any(_tells_good_answers(config) for config in self.configs)
         for index, name in enumerate(self.names):
             config = self.configs[index]
-            value, failure = self._compute(index, item, given)
+            value, failure = self._compute(index, episode, model_scores)
             weighted = config.weight * value
             if failure is None and abs(weighted) > LARGEST_REWARD:
                 value = math.nan
@@ -279,33 +288,35 @@ class Rewards:
             # A reward of weight 0 is only a metric: without it the sum is still known.
             if config.weight != 0:
                 total = math.nan
-        return Scored(total, parts, failures, applies)
+        return EpisodeScore(total, parts, failures, applies)
 
-    def _compute(self, index: int, item: Item, given: Mapping[str, float]) -> Rewarded:
-        """Return what one reward gives for an item, without its weight."""
+    def _compute(
+        self, index: int, episode: EpisodeText, model_scores: Mapping[str, float]
+    ) -> RewardResult:
+        """Return the result of one reward for an episode."""
         config = self.configs[index]
         if isinstance(config, LengthReward):
-            return Rewarded(length_penalty(item.tokens, config.free, config.limit))
+            return RewardResult(length_penalty(episode.tokens, config.free, config.limit))
         if isinstance(config, ModelReward):
-            value = given[self.names[index]]
+            value = model_scores[self.names[index]]
             if math.isfinite(value):
-                return Rewarded(value)
-            return Rewarded(math.nan, f"returned {value}")
+                return RewardResult(value)
+            return RewardResult(math.nan, f"returned {value}")
         if self._closed:
             raise RuntimeError("the rewards were closed while they were computed")
         return self._worker().score(
-            index, item.prompt, item.completion, item.meta, config.timeout_seconds
+            index, episode.prompt, episode.completion, episode.meta, config.timeout_seconds
         )
 
     def _worker(self) -> RewardProcess:
         """Return this thread's process, which is started anew if it has ended."""
-        worker: RewardProcess | None = getattr(self._of_thread, "worker", None)
+        worker: RewardProcess | None = getattr(self._thread_local, "worker", None)
         if worker is not None and worker.is_alive:
             return worker
         if worker is not None:
             self._workers.discard(worker)
         worker = RewardProcess(self.isolated, self.base_dir)
-        self._of_thread.worker = worker
+        self._thread_local.worker = worker
         # Before it is ready: `close` ends it in the middle of an import, too.
         self._workers.add(worker)
         if self._closed:
@@ -316,7 +327,7 @@ class Rewards:
 
 
 def _default_workers() -> int:
-    """Return one process for each core that this rank may count as its own, at most MOST_WORKERS."""
+    """Return this rank's share of the cores, at least 1 and at most MOST_WORKERS."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     own_cores = usable_cores() // local_ranks
     return max(1, min(MOST_WORKERS, own_cores))
@@ -357,11 +368,14 @@ def count_reasons(reasons: Iterable[str]) -> Counter[str]:
 
 
 class MalformedMessage(Exception):
-    """The bytes that were received are no message."""
+    """The bytes that were received are not a message."""
 
 
 class Channel:
-    """One end of the pair of sockets. `longest`: bytes of a message that is received; None: any."""
+    """One end of the pair of sockets.
+
+    `longest`: the most bytes of a message that is received; None: no limit.
+    """
 
     def __init__(self, end: socket.socket, longest: int | None = None) -> None:
         self.end = end
@@ -379,8 +393,8 @@ class Channel:
     def receive(self, seconds: float | None = None) -> dict[str, Any]:
         """Return the next message.
 
-        Raises TimeoutError if none comes within `seconds`, EOFError or OSError if the other end is gone,
-        MalformedMessage for what is no message.
+        Raises TimeoutError if no message comes within `seconds`, EOFError or OSError if the other end
+        is gone, MalformedMessage for bytes that are not a message.
         """
         line = self._receive_line(seconds)
         try:
@@ -416,7 +430,7 @@ class Channel:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether the other end is closed."""
+        """Whether the other end is closed."""
         try:
             self.end.settimeout(0)
             return self.end.recv(1, socket.MSG_PEEK) == b""
@@ -427,12 +441,12 @@ class Channel:
 
 
 class RewardProcess:
-    """A worker process that computes some rewards.
+    """A process that computes some rewards.
 
-    `rewards`: index in the config's list → reward. One thread starts the process and sends its
-    requests. It must outlive the process, because the kernel signals the guard when that thread ends
-    (`guard`). The guard, in a session of its own, ends the rewards and all processes that they have
-    started. Options go through the socket, because everybody can read a command line.
+    One thread starts the process and sends its requests. The thread must outlive the process, because
+    the kernel signals the guard (`rl.guard`) when that thread ends. The guard, in a session of its own,
+    ends the rewards and all processes that they have started. Options go through the socket, because
+    everybody can read a command line.
     """
 
     def __init__(
@@ -446,7 +460,7 @@ class RewardProcess:
         Args:
             rewards: Index in the config's list → reward.
             base_dir: The folder of the YAML.
-            columns: Those of the rows, if functions are to be checked against them.
+            columns: The columns of the rows, if functions are to be checked against them; else None.
 
         Raises EnvironmentFault if it cannot be started.
         """
@@ -507,20 +521,20 @@ class RewardProcess:
 
     def score(
         self, index: int, prompt: str, completion: str, meta: dict[str, Any], timeout_seconds: float
-    ) -> Rewarded:
-        """Return what a reward gives for a completion.
+    ) -> RewardResult:
+        """Return the result of a reward for a completion.
 
         A process that is late or ends is killed: `is_alive` is False then.
 
         Args:
-            index: Of the reward in the config's list.
+            index: The reward's index in the config's list.
             prompt: The text of the prompt.
             completion: The text of the completion.
             meta: The other columns of the prompt's row.
-            timeout_seconds: That the reward may take.
+            timeout_seconds: The most seconds that the reward may take.
         """
-        # A reward that writes on the socket does not know the token. So no answer can be made up, or
-        # taken for that of another request.
+        # A reward that writes on the socket does not know the token. So it cannot forge an answer, and
+        # an answer is never taken for that of another request.
         token = secrets.token_hex(8)
         request = {
             "token": token,
@@ -537,7 +551,7 @@ class RewardProcess:
             value = reply.get("value")
             if value is None:
                 value = math.nan
-            return Rewarded(value, reply.get("failure"))
+            return RewardResult(value, reply.get("failure"))
         except TimeoutError:
             failure = f"timed out after {timeout_seconds:g} s"
         except (EOFError, OSError):
@@ -545,15 +559,13 @@ class RewardProcess:
         except MalformedMessage:
             failure = NOT_ITS_OWN
         self.kill()
-        return Rewarded(math.nan, failure)
+        return RewardResult(math.nan, failure)
 
     def kill(self) -> None:
-        """End the process and what its rewards have started, and wait for it."""
-        # A process that has closed its end of the socket ends by itself.
+        """End the process and all processes that its rewards have started, and wait for them."""
+        # A process that has closed its end of the socket is about to end by itself.
         if self.channel.is_closed:
             wait_for_exit(self.process, EXIT_SECONDS)
-        else:
-            wait_for_exit(self.process, 0.0)
         self.process.terminate()
         if wait_for_exit(self.process, END_SECONDS) is None:
             self.process.kill()

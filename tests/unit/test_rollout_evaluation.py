@@ -17,8 +17,8 @@ from drumline.config.rollouts import Reward, RewardFailureConfig
 from drumline.data.encode import OWN_COLUMNS
 from drumline.errors import TrainingStopped
 from drumline.rl.generate import Completion
-from drumline.rl.rewards import Item, Rewards, Scored
-from drumline.rl.rollouts import Rollouts, Sample, SampleGroups
+from drumline.rl.rewards import EpisodeScore, EpisodeText, Rewards
+from drumline.rl.rollouts import Rollouts, Sample, ScoredSamples
 from drumline.system.redact import plain
 from drumline.telemetry.events import Eval, Event
 from tests.unit.test_report_progress import START, told
@@ -88,11 +88,11 @@ def test_a_failed_reward_of_weight_0_leaves_an_episode_its_reward() -> None:
 
 
 def test_a_reward_gets_the_columns_of_the_row_once() -> None:
-    given: list[Item] = []
+    given: list[EpisodeText] = []
 
-    def score(items: list[Item], _: Any) -> list[Scored]:
+    def score(items: list[EpisodeText], _: Any) -> list[EpisodeScore]:
         given.extend(items)
-        return [Scored(1.0, {}, {})]
+        return [EpisodeScore(1.0, {}, {})]
 
     rewards = SimpleNamespace(names=[], score=score)
     evaluate_by(rewards, {}, all=[{"level": 1, OWN_COLUMNS: {"domain": "maths"}}])
@@ -162,12 +162,12 @@ def failing_rollout(left_out: int, failed: int, rewarded: int) -> str:
     algorithm = SimpleNamespace(reward_failure=RewardFailureConfig(rollouts=1), steps_in_turn=1)
     values: dict[str, Any] = {**nothing, "plan": SimpleNamespace(steps=9), "algorithm": algorithm}
     rollouts = Unreported(**values)
-    episode = ([1], Completion([2], [-1.0], True))
-    samples = [Sample(0, episode, "", math.nan, applies=False)] * left_out
-    samples += [Sample(0, episode, "", math.nan)] * failed
-    samples += [Sample(0, episode, "", 1.0)] * rewarded
+    completion = Completion([2], [-1.0], True)
+    samples = [Sample(0, [1], completion, "", math.nan, applies=False)] * left_out
+    samples += [Sample(0, [1], completion, "", math.nan)] * failed
+    samples += [Sample(0, [1], completion, "", 1.0)] * rewarded
     try:
-        rollouts._check_rewards(0, SampleGroups(samples, {}, {}), len(samples))
+        rollouts._check_rewards(0, ScoredSamples(samples, {}, {}), len(samples))
     except TrainingStopped as error:
         return error.what
     return ""
@@ -237,9 +237,8 @@ def test_the_rollout_that_ends_a_run_is_of_a_step_not_reached() -> None:
         "emit": events.append,
     }
     rollouts = Rollouts(**{**values, "decode": str, "prompts": Prompts([{}])})
-    sampled = SampleGroups(
-        [Sample(0, ([1], Completion([2], [-1.0], True)), "words", math.nan)] * 2, {}, {}
-    )
+    sample = Sample(0, [1], Completion([2], [-1.0], True), "words", math.nan)
+    sampled = ScoredSamples([sample] * 2, {}, {})
     with pytest.raises(TrainingStopped):
         rollouts._check_rewards(2, sampled, 1)
     assert [(event.kind, event.step, event.trained) for event in events] == [
