@@ -28,16 +28,17 @@ from drumline.rl.generate import (
     HFGenerator,
     Request,
     Sampler,
-    generating,
+    generation_mode,
     max_positions,
     request_seed,
     require_room,
 )
 from drumline.vendor.transformers import ContinuousBatchingLogitsProcessorList
 
-# Tokens of a page of the cache. Short completions would leave most of transformers' 256 empty.
+# Number of tokens of a page of the KV cache. Short completions would leave most of a page of
+# transformers' 256 tokens empty.
 PAGE = 32
-# Prompt tokens of one step at most.
+# The most prompt tokens that a step prefills.
 PREFILL = 1024
 
 
@@ -153,7 +154,7 @@ class ContinuousGenerator(HFGenerator):
         longest_first = sorted(by_name, key=lambda name: -prompt_lengths[name])
         has_stop_texts = bool(self.config.stop)
         with (
-            generating(self.model),
+            generation_mode(self.model),
             as_before(self.model),
             self._manager(requests, noise) as manager,
         ):

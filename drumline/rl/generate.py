@@ -347,7 +347,7 @@ class HFGenerator:
         # The longest come first, so that a batch which does not fit in memory fails at once.
         longest_first = sorted(range(len(requests)), key=lambda index: -len(requests[index].tokens))
         completions: dict[int, Completion] = {}
-        with generating(self.model):
+        with generation_mode(self.model):
             for start in range(0, len(requests), self.config.batch):
                 indices = longest_first[start : start + self.config.batch]
                 batch = [requests[index] for index in indices]
@@ -662,7 +662,7 @@ def require_room(requests: list[Request], new_tokens: int, positions: int | None
 
 
 @contextlib.contextmanager
-def generating(model: Any) -> Iterator[None]:
+def generation_mode(model: Any) -> Iterator[None]:
     """Prepare the model to generate inside the block, and restore it afterwards.
 
     Inside the block it is in eval mode, uses a KV cache, and has an empty generation config. Its own

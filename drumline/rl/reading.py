@@ -116,11 +116,11 @@ class EpisodeReader:
         picks = [*range(number), *[-1] * fillers]
         assigned, _ = self._assign(episodes, picks, rounds * stages, micro_batch)
         batches = (self._collate(episodes, rows) for rows in assigned)
-        read_values = engine.infer(batches, read, adapter)
-        kinds = read_values[0].shape[0]
+        values_of_batches = engine.infer(batches, read, adapter)
+        kinds = values_of_batches[0].shape[0]
         values_KNM = torch.zeros(kinds, *episodes.mask_NM.shape)
         if self.counts:
-            for rows, on_device_KBT in zip(assigned, read_values, strict=True):
+            for rows, on_device_KBT in zip(assigned, values_of_batches, strict=True):
                 values_KBT = on_device_KBT.float().cpu()
                 _copy_completions(values_KNM, episodes, rows, values_KBT)
         # Each episode has its values on one rank and zeros on all others, so the sum is exact.
@@ -147,7 +147,7 @@ def _copy_completions(
         values_KNM[:, pick, :length] = values_KBT[:, row, start : start + length]
 
 
-def log_probs_of(chunk: int, temperature: float, values: bool = False) -> ReadOutputs:
+def log_prob_reader(chunk: int, temperature: float, values: bool = False) -> ReadOutputs:
     """Return a function that reads the log-probs of tokens, fp32[1, B, T].
 
     Args:
@@ -159,20 +159,20 @@ def log_probs_of(chunk: int, temperature: float, values: bool = False) -> ReadOu
 
     def read(outputs: Any, batch: EpisodeBatch) -> torch.Tensor:
         log_probs_BT, _ = outputs.log_probs(batch.targets_BT, chunk, temperature)
-        read_values = [log_probs_BT]
+        numbers = [log_probs_BT]
         if values:
-            read_values.append(outputs.values())
-        return torch.stack(read_values)
+            numbers.append(outputs.values())
+        return torch.stack(numbers)
 
     return read
 
 
-def values_of(outputs: Any, _batch: EpisodeBatch) -> torch.Tensor:
+def read_values(outputs: Any, _batch: EpisodeBatch) -> torch.Tensor:
     """Return the values of a model with a score head, fp32[1, B, T]."""
     return outputs.values()[None]
 
 
-def scores_after(outputs: Any, _batch: EpisodeBatch) -> torch.Tensor:
+def read_scores(outputs: Any, _batch: EpisodeBatch) -> torch.Tensor:
     """Return a reward model's score after each token, fp32[1, B, T].
 
     It is shifted to the position before the token, as a log-prob is, since `_copy_completions` reads
@@ -201,7 +201,7 @@ def last_scores(
     """
     completions = []
     for prompt, completion in zip(episodes.prompts, episodes.completions, strict=True):
-        completions.append(_with_tail(prompt, completion, tail, width))
+        completions.append(_append_tail(prompt, completion, tail, width))
     episodes = Episodes.start(episodes.prompts, completions, episodes.ended_N.tolist())
     lengths_N = episodes.mask_NM.sum(1)
     # An empty completion reads index 0; its score is replaced below.
@@ -211,7 +211,7 @@ def last_scores(
     return torch.where(lengths_N > 0, scores_N, torch.nan)
 
 
-def _with_tail(
+def _append_tail(
     prompt: TokenIds, completion: TokenIds, tail: Sequence[int], width: int | None
 ) -> TokenIds:
     """Return the completion, followed by the rest of `tail` if it ends with `tail`'s first token."""

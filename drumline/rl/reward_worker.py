@@ -242,7 +242,7 @@ def _task_scorer(reward: TaskReward) -> Scorer:
                 return 0.0
             answer = matches[-1]
         if name in TUPLES:
-            entry = _with_tuples(entry)
+            entry = _convert_to_tuples(entry)
         options = json.dumps(meta.get("options") or {})
         verifier = dataset(name, options)
         try:
@@ -255,12 +255,12 @@ def _task_scorer(reward: TaskReward) -> Scorer:
     return score
 
 
-def _with_tuples(value: Any) -> Any:
+def _convert_to_tuples(value: Any) -> Any:
     """Return a JSON value with tuples in place of its lists."""
     if isinstance(value, dict):
-        return {key: _with_tuples(item) for key, item in value.items()}
+        return {key: _convert_to_tuples(item) for key, item in value.items()}
     if isinstance(value, list):
-        return tuple(_with_tuples(item) for item in value)
+        return tuple(_convert_to_tuples(item) for item in value)
     return value
 
 

@@ -45,17 +45,17 @@ from drumline.system.redact import reveal
 MOST_WORKERS = 4
 # Kind of a reward → the package that it needs.
 PACKAGES = {"task": "reasoning_gym", "math": "math_verify"}
-# The largest reward that counts, either side of 0. Statistics of rewards are made in fp32: squares of
-# such rewards, summed over a rollout, stay below its maximum of 3e38.
+# The largest absolute value of a reward. Statistics of rewards are made in fp32: squares of such rewards,
+# summed over a rollout, stay below its maximum of 3e38.
 LARGEST_REWARD = 1e15
-# The most bytes of an answer. A reward's value or its reason takes a few hundred.
+# The most bytes of an answer. A reward's value or the reason of its failure takes a few hundred.
 LONGEST_ANSWER = 2**20
-# Seconds in which a process must have imported what its rewards need, on a machine that is busy
-# training. A module that takes longer is taken to hang.
+# Seconds in which a process must have imported the modules of its rewards, on a machine that is busy
+# training. An import that takes longer counts as hung.
 START_SECONDS = 120.0
-# Seconds in which the guard must have ended all processes. It takes some hundredths.
+# Seconds in which the guard must have ended all processes, which takes some hundredths of a second.
 END_SECONDS = 10.0
-# Seconds that a process which is about to end by itself is waited for.
+# Seconds to wait for a process that is about to end by itself.
 EXIT_SECONDS = 1.0
 NOT_ITS_OWN = "wrote on a file descriptor that is not its own, or closed it"
 WHERE = "algorithm.rewards"
@@ -342,19 +342,19 @@ def _tells_good_answers(config: Reward) -> bool:
 
 
 def length_penalty(tokens: int, free: int, limit: int) -> float:
-    """Return the penalty for a completion of `tokens`.
+    """Return the penalty for the length of a completion of `tokens` tokens.
 
-    It is 0 up to `free` tokens, then falls linearly to −1 at `limit` (DAPO, Yu et al. 2025, eq. 13).
+    It is 0 up to `free` tokens and falls linearly to −1 at `limit` tokens (DAPO, Yu et al. 2025, eq. 13).
     """
     excess = max(tokens - free, 0)
     return -min(excess / (limit - free), 1.0)
 
 
 def count_reasons(reasons: Iterable[str]) -> Counter[str]:
-    """Count the failures of a reward. Exceptions of one type and place are one group.
+    """Return reason → number of failures of a reward, with similar exceptions counted together.
 
     The text of an exception may differ from episode to episode (`<object at 0x7f…>`). So reasons that
-    begin with the same `raised TYPE in FILE:LINE` count together, under the first of them.
+    begin with the same `raised TYPE in FILE:LINE` are counted together, under the first of them.
     """
     labels: dict[str, str] = {}
     counts: Counter[str] = Counter()
@@ -406,8 +406,8 @@ class Channel:
         return message
 
     def _receive_line(self, seconds: float | None) -> bytes:
-        """Return the next line. Raises as `receive`."""
-        # For the whole line: a sender that writes a byte now and then must not keep us for ever.
+        """Return the next line. Raises the errors of `receive`."""
+        # The deadline is for the whole line, since a sender may write a byte now and then for ever.
         deadline = None
         if seconds is not None:
             deadline = time.monotonic() + seconds

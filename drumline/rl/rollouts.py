@@ -2,7 +2,7 @@
 
 prompts → completions → rewards → advantages → batches of optimizer steps.
 
-This is the room's entry. `train.build_rollouts` makes a `Rollouts`, and the training loop iterates
+This module is the entry of the package. `train.build_rollouts` makes a `Rollouts`, and the training loop iterates
 `Rollouts.stream` and calls `report`, `evaluate` and `close`. `build` makes the generator that samples,
 `rewards` scores, and `reading` runs the policy, the reference and reward models over the episodes.
 
@@ -50,9 +50,9 @@ from drumline.system.heartbeat import beat
 from drumline.telemetry.events import Emit, Rollout
 from drumline.telemetry.watched import Completions
 
-# Reasons of failed rewards that the message of a stopped run names.
+# The most reasons of failed rewards that the message of a stopped run names.
 MOST_REASONS = 3
-# Episodes of a rollout that its event shows, and characters of each completion.
+# The most samples of a rollout that its event shows, and the most characters of each completion.
 MOST_SHOWN = 8
 MOST_TEXT = 4000
 
@@ -90,7 +90,7 @@ class ScoredSamples:
     parts: dict[str, float]
     # Reward → reason of a failure → number of episodes.
     failures: dict[str, Counter[str]]
-    # How far the sampler was from the policy; see SamplerCheck.
+    # The gap between sampler and policy, see SamplerCheck.gap; None if there is none.
     sampler_gap: float | None = None
 
     @property
@@ -143,8 +143,7 @@ class PendingRollout:
         Args:
             prompt_ids: The prompts' numbers in the cache, each as often as it is completed.
             complete: Waits for the completions and returns them; called once, on the first access.
-            sampler_gap: How far the sampler was from the policy when sampling ahead began; None if
-                nothing is sampled ahead.
+            sampler_gap: SamplerCheck.gap when sampling ahead began; None if nothing is sampled ahead.
         """
         self.prompt_ids = prompt_ids
         self._complete = complete
@@ -199,7 +198,7 @@ class Rollouts:
     emit: Emit
 
     def __post_init__(self) -> None:
-        # Seconds of the rollout so far, by what they were spent on.
+        # Activity (generate, reward, infer or train) → seconds that the rollout spent on it so far.
         self.seconds: dict[str, float] = {}
         # How many rollouts in a row had too many failed rewards (`algorithm.reward_failure`). It is
         # not in checkpoints: a run that is resumed, perhaps with corrected rewards, counts anew.
@@ -248,13 +247,13 @@ class Rollouts:
             steps_done = last_step
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's state of the stream. Nothing to do if it is empty."""
+        """Continue from the state in a checkpoint; a new run has an empty one."""
         if not state:
             return
         self.curriculum.load(state["curriculum"])
         # Older checkpoints lack this key.
         self.has_rewards = state.get("has_rewards", True)
-        # A coefficient that is fixed comes from the config.
+        # A fixed coefficient comes from the config.
         is_steered = self.kl.target is not None and self.kl.coefficient
         if is_steered and state["kl"]:
             self.kl.coefficient = state["kl"]
@@ -305,8 +304,8 @@ class Rollouts:
         for offset, prompt_id in enumerate(self.curriculum.draw(prompts)):
             for index in range(self.algorithm.group_size):
                 prompt_ids.append(prompt_id)
-                # The key has the position, not the prompt: a prompt that comes again gets other
-                # samples.
+                # The key has the position and not the prompt, so that a prompt which comes again gets
+                # other completions.
                 keys.append((position + offset, index))
         requests = self._requests(self.prompts, prompt_ids, keys)
         if not self.algorithm.lookahead:
@@ -348,13 +347,13 @@ class Rollouts:
             generator = np.random.default_rng(derive(seed, "episodes", steps_done, epoch))
             order_N = generator.permutation(len(episodes))
             for number in range(algorithm.minibatches):
-                # A checkpoint does not hold the rollout, so none is saved before its last step.
+                # A checkpoint does not contain the rollout, so none is saved before its last step.
                 is_last_step = is_last_epoch and number == algorithm.minibatches - 1
                 picks = order_N[number * size : (number + 1) * size]
                 micro_batches, tokens = self.reading.micro_batches(
                     episodes, picks.tolist(), batch.accumulation, batch.micro_batch
                 )
-                # Over all ranks: each knows the whole rollout, so nothing is added up.
+                # These totals are over all ranks without a collective: each knows the whole rollout.
                 weight = float(episodes.weight_N[picks].double().sum())
                 global_tokens = int(episodes.lengths[picks].sum())
                 yield GlobalBatch(
@@ -368,7 +367,7 @@ class Rollouts:
                 )
 
     def _state(self, ahead: PendingRollout | None) -> dict[str, Any]:
-        """Return what a checkpoint needs to go on with the next rollout, besides the weights."""
+        """Return what a checkpoint needs besides the weights, to continue with the next rollout."""
         state = {
             "curriculum": self.curriculum.state(),
             "kl": self.kl.coefficient,
@@ -376,7 +375,7 @@ class Rollouts:
             "sampler": self.sampler_check.state(),
         }
         if ahead is not None:
-            # A function: a checkpoint that is written calls it, and waits for the completions.
+            # A function, which is called only if a checkpoint is written, as it waits for completions.
             state["ahead"] = ahead.state
         return state
 
@@ -637,7 +636,7 @@ class Rollouts:
 
     @contextmanager
     def _add_seconds(self, kind: str) -> Iterator[None]:
-        """Add the seconds that the `with` block takes to those spent on `kind`."""
+        """Add the seconds that the block takes to `seconds[kind]`."""
         began = time.time()
         beat("rollout")
         yield

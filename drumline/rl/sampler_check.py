@@ -16,7 +16,7 @@ from drumline.errors import TrainingStopped
 from drumline.rl.build import probe_generator
 from drumline.rl.generate import WHERE, Completion, Generator, Request, generate_together
 
-# The fewest prompts of a probe. With more ranks there is one for each of them.
+# The number of prompts of a probe. With more ranks than this, each rank has one.
 PROMPTS = 8
 # The most tokens of a prompt, and of its completion.
 PROMPT_TOKENS = 8
@@ -26,7 +26,7 @@ PROBE = -1
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # The largest logit that is expected, in nats.
 LARGEST_LOGIT = 32.0
-# How many roundings the sum of a matrix product's terms is off by: √n for n = 4096 terms.
+# The error of a matrix product's sum, in units of one rounding: √n for n = 4096 terms.
 SUMMED_ROUNDINGS = 64.0
 # The factor by which a gap may exceed the baseline; `gap_limit` has the reason.
 MARGIN = 4.0

@@ -48,16 +48,16 @@ from drumline.rl.generate import (
 from drumline.system.heartbeat import alive
 from drumline.system.redact import reveal
 
-# Bytes of a file of weights: what rank 0 has in host memory at once.
+# The most bytes of a file of weights, which rank 0 has in host memory at the same time.
 SHARD_BYTES = 2 * 2**30
-# What stands before each token id in the server's answers (`return_tokens_as_token_ids`).
+# The prefix of each token id in the server's answers (`return_tokens_as_token_ids`).
 TOKEN_PREFIX = "token_id:"
-# Reasons to finish that leave a whole completion.
+# Values of `finish_reason` of a whole completion.
 FINISHED = ("stop", "length")
-# Characters of a server's message that an error shows.
+# The most characters of a server's error message, and of its answer, that an error shows.
 MOST_MESSAGE = 300
 MOST_ANSWER = 200
-# How to fix errors.
+# Texts that say how to fix an error.
 DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1, or set weights: none"
 IS_IT_VLLM = "is it vLLM that listens there?"
 NEEDED_VERSION = "it takes vLLM 0.22 or later"
@@ -530,7 +530,7 @@ def _engine(
     if rows is not None:
         grown = {
             "load_format": "dummy",
-            "hf_overrides": functools.partial(_with_rows, rows=rows),
+            "hf_overrides": functools.partial(_set_vocabulary_size, rows=rows),
         }
     try:
         return LLM(
@@ -550,7 +550,7 @@ def _engine(
         raise EnvironmentFault(f"vLLM does not start: {reason}", where=WHERE) from None
 
 
-def _with_rows(config: Any, rows: int) -> Any:
+def _set_vocabulary_size(config: Any, rows: int) -> Any:
     """Return a model's Hugging Face config, changed so that the embedding has `rows` rows."""
     for part in (config, config.get_text_config()):
         if hasattr(part, "vocab_size"):
