@@ -186,7 +186,7 @@ class NoisyLogits(LogitsProcessor):
 
 
 class StopRules:
-    """Decide when a completion ends: with a token of `token_ids`, or once it contains a text of `stop`.
+    """Decides when a completion ends: with a token of `token_ids`, or once it contains a text of `stop`.
 
     A stop text may begin and end within a token.
     """

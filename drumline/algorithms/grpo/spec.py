@@ -56,7 +56,8 @@ class GRPOConfig(PromptSpec):
     entropy_weight: Weight = Field(0.0, description="Weight of the entropy bonus.")
     mask_truncated: bool = Field(
         False,
-        description="A completion that was cut before its end is not learned from, and counts in no mean over tokens or episodes (DAPO).",
+        description="A completion that was cut before its end is not learned from, and counts in no mean of the loss (DAPO). Its reward"
+        " still counts in the mean of its group.",
     )
     dynamic_sampling: int = Field(
         0,
