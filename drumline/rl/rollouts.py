@@ -2,9 +2,10 @@
 
 prompts → completions → rewards → advantages → batches of optimizer steps.
 
-This module is the entry of the package. `train.build_rollouts` makes a `Rollouts`, and the training loop iterates
-`Rollouts.stream` and calls `report`, `evaluate` and `close`. `build` makes the generator that samples,
-`rewards` scores, and `reading` runs the policy, the reference and reward models over the episodes.
+This module is the entry of the package. `train.build_rollouts` makes a `Rollouts`, and the training
+loop iterates `Rollouts.stream` and calls `report`, `evaluate` and `close`. `build` makes the generator
+that samples, `rewards` scores, and `reading` runs the policy, the reference and reward models over the
+episodes.
 
 Terms: a *sample* is a completion of a prompt with its reward; a *group* the samples of one draw of a
 prompt; an *episode* a sample as a row of `Episodes`, the tensors that the objective reads.
