@@ -47,16 +47,18 @@ class Algorithm(Protocol):
 
     - `first.numbers_NK`: these numbers of all N samples of the global batch, in the same order on any
       number of ranks;
-    - `places_P`: the row of each of the micro-batch's samples in `numbers_NK`;
-    - `first_reference_B`: for algorithms with a reference, what `score` returns for the reference on
-      the rows of `first_batch`.
+    - `places_P`: the row of each of the micro-batch's samples in `numbers_NK`.
     """
 
     # The method, if a subclass defines it; its arguments are self, outputs and batch.
     first_pass: ClassVar[Callable[[Any, Any, Any], torch.Tensor] | None] = None
 
     def first_batch(self, batch: Any) -> Any:
-        """Return the micro-batch for `first_pass`: this one, unless an algorithm derives another."""
+        """Return the micro-batch for `first_pass`: this one, unless an algorithm derives another.
+
+        If it derives other rows, and compares with a reference, `batch.first_reference_B` is what
+        `score` returned for the reference on those rows.
+        """
         return batch
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
