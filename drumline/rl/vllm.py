@@ -143,7 +143,7 @@ class VLLMConnection:
         try:
             return answer.json()
         except ValueError:
-            raise self.fault(f"{what} was not answered with JSON", IS_IT_VLLM) from None
+            raise self.fault(f"the answer to {what} is no JSON", IS_IT_VLLM) from None
 
     def fault(self, what: str, fix: str | None = None) -> DrumlineError:
         """Return the error for a failure: EnvironmentFault before `mark_found`, else DrumlineError."""
