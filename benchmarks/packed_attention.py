@@ -69,7 +69,10 @@ def compare(name: str, length: int, documents: int, pairs: int) -> dict[str, Any
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
     model = by_documents(name, device)
     sizes, packed = packed_row(model, length, documents, device)
-    module, objective = ForwardWithObjective(model), NextToken(chunk=256, answers=False).objective
+    module, objective = (
+        ForwardWithObjective(model),
+        NextToken(chunk=256, has_answers=False).objective,
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
     def step() -> tuple[float, float]:

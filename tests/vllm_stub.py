@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from safetensors.torch import load_file
 
-from drumline.rl.generate import Endings, Sampler
+from drumline.rl.generate import Sampler, StopRules
 from tests.tiny import tiny_tokenizer
 
 # vllm/entrypoints/openai/completion/protocol.py, of CompletionRequest: what a request may say, and of which type.
@@ -80,7 +80,7 @@ class StubServer(ThreadingHTTPServer):
         for key, value in body.items():
             assert isinstance(value, FIELDS[key]), (key, value)
         sampler = Sampler(body["temperature"], body["top_k"], body["top_p"])
-        endings = Endings(frozenset(body["stop_token_ids"]), tuple(body["stop"]), tiny_tokenizer())
+        rules = StopRules(frozenset(body["stop_token_ids"]), tuple(body["stop"]), tiny_tokenizer())
         if self.gate is not None:
             self.gate.wait()
         tokens: list[int] = []
@@ -107,7 +107,7 @@ class StubServer(ThreadingHTTPServer):
                     kept = warper(None, kept)
             tokens.append(token)
             log_probs.append(float(kept.log_softmax(-1)[0, token]))
-            ended = endings.after(tokens)
+            ended = rules.is_met(tokens)
         told = {
             "tokens": [f"token_id:{token}" for token in tokens],
             "token_logprobs": log_probs,

@@ -1,5 +1,10 @@
 """The interface of an algorithm: an objective over the outputs of a model.
 
+An algorithm has two parts. Its spec is the section `algorithm` of the config: a subclass of
+`AlgorithmSpec` with a `kind`, which `config.registry` finds in the `spec.py` of a folder here, or by an
+entry point of another package. The spec's class variable `objective` names the class or function that
+makes the second part, an `Algorithm` (`AlgorithmSpec.build`).
+
 An algorithm knows neither the model nor the strategy. Everything that an objective returns is a *sum*
 over its micro-batch. Only the engine divides, by one denominator that it counts over the whole global
 batch. So the numbers do not depend on how the batch was cut into micro-batches.
@@ -18,9 +23,11 @@ import torch
 class LossOut:
     """What an objective returns for a micro-batch.
 
-    `loss_sum`: the loss as an fp32 scalar with a gradient.
-    `sums`: detached scalars. The loop adds them up over micro-batches and ranks, and takes the largest
-    of those whose key begins with `max_`. `Algorithm.metrics` reads the results.
+    Attributes:
+        loss_sum: The loss summed over the micro-batch, an fp32 scalar with a gradient.
+        sums: Detached scalars. The training loop adds them up over micro-batches and ranks, or takes
+            the largest if the key begins with `max_`. It adds the key `loss`, the sum of all
+            `loss_sum`, and passes all to `Algorithm.metrics` or `step_metrics`.
     """
 
     loss_sum: torch.Tensor
@@ -33,21 +40,33 @@ class Algorithm(Protocol):
     The loss is divided by the `weight` of the global batch, which counts tokens, pairs or episodes.
     On held-out data the same loss is computed, unless a subclass overrides `eval_objective`.
 
-    `first_pass`: an optional method, for objectives that sort, pair or average over the global batch.
-    It is called as first_pass(outputs, first_batch(batch)) without gradients, for all micro-batches
-    of a step before the first loss. It returns float[P, K]: K numbers for each of the P samples. The
-    objective then finds the numbers of all samples of the global batch in `batch.first`, and the
-    places of its own samples in `batch.places_P`. They are the same on any number of ranks.
+    Objectives that sort, pair or average over the global batch define the method `first_pass`. Before
+    the first loss of a step, first_pass(outputs, first_batch(batch)) is called for each micro-batch,
+    without gradients. It returns float[P, K], K numbers for each of the micro-batch's P samples. In
+    `objective` and `eval_objective` the batch then has
+
+    - `first.numbers_NK`: these numbers of all N samples of the global batch, in the same order on any
+      number of ranks;
+    - `places_P`: the row of each of the micro-batch's samples in `numbers_NK`.
     """
 
+    # The method, if a subclass defines it; its arguments are self, outputs and batch.
     first_pass: ClassVar[Callable[[Any, Any, Any], torch.Tensor] | None] = None
 
     def first_batch(self, batch: Any) -> Any:
-        """Return what `first_pass` gets in place of the micro-batch."""
+        """Return the micro-batch for `first_pass`: this one, unless an algorithm derives another.
+
+        If it derives other rows, and compares with a reference, `batch.first_reference_B` is what
+        `score` returned for the reference on those rows.
+        """
         return batch
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
-        """Return the loss of a training micro-batch."""
+        """Return the loss of a training micro-batch.
+
+        An algorithm that trains several models has a property in its place, which returns role →
+        objective of that model.
+        """
 
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
         """Return the loss with the sums that held-out metrics need. Runs without gradients."""
@@ -68,15 +87,19 @@ class Algorithm(Protocol):
 class Referenced(Algorithm, Protocol):
     """An algorithm that compares the policy with a reference model.
 
-    `batch.reference_B` has what `score` returned for the reference.
+    In a batch, `reference_B` is what `score` returned for the reference model.
     """
 
     def score(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Return what is compared, for each row, fp64[B]."""
+        """Return the number of each row by which a model is compared with the reference, fp64[B].
+
+        It is the log-probability of the row's answer. In formulas of losses, a score s is the
+        difference of two of these: the policy's less the reference's.
+        """
 
 
 def policy_objective(algorithm: Algorithm) -> Any:
-    """Return the policy's objective. If several models are trained, `objective` has one by role."""
+    """Return the policy's objective, also if several models are trained; see `Algorithm.objective`."""
     objective: Any = algorithm.objective
     if isinstance(objective, Mapping):
         return objective["policy"]

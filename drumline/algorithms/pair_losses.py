@@ -1,14 +1,19 @@
 """The losses of DPO and its variants, as pure functions of P pairs. Tensors are fp64[P].
 
-A score s is log π(answer | prompt) − log π_ref(answer | prompt), summed over the answer's tokens.
-Δ = f(s_w) − f(s_l), where w is the chosen answer, l the rejected one, and f the identity, or that
-of another divergence (`transform`). l = βΔ; ε is the label smoothing.
+    w, l  the chosen and the rejected answer, as indices
+    s     the score of an answer: log π(answer | prompt) − log π_ref(answer | prompt)
+    f     what `transform` returns: f(s) = s for the reverse KL, the default
+    Δ     f(s_w) − f(s_l)
+    Δ̄     the same difference, with each of the two divided by the answer's number of tokens
+    l     the logit βΔ, if it is no index
+    ε     the label smoothing
+    ρ     log π(w) − log π(l), and ρ_ref the same of the reference
 
     sigmoid       −(1 − ε) log σ(l) − ε log σ(−l)                  Rafailov et al. 2023;
                                                                    ε: conservative DPO, Mitchell 2023
     hinge         max(0, 1 − l)                                    SLiC, Zhao et al. 2023
     ipo           (Δ̄ − 1 / 2β)²                                    Azar et al. 2023, equation 17
-    sigmoid_norm  −log σ(βΔ̄)                                       Δ̄: of scores over answers' tokens
+    sigmoid_norm  −log σ(βΔ̄)                                       sigmoid, length-normalised
     robust        (−(1 − ε) log σ(l) + ε log σ(−l)) / (1 − 2ε)     Chowdhury et al. 2024
     exo_pair      KL((σ(l), σ(−l)) ‖ (1 − ε, ε))                   Ji et al. 2024, equation 16
     nca_pair      −log σ(βs_w) − ½ log σ(−βs_w) − ½ log σ(−βs_l)   Chen et al. 2024
@@ -18,12 +23,14 @@ of another divergence (`transform`). l = βΔ; ε is the label smoothing.
     apo_zero      σ(−βs_w) + σ(βs_l)                               D'Oosterlinck et al. 2024, eq. 7
     apo_down      σ(βs_w) + σ(−β(s_w − s_l))                       the same, equation 8
     discopop      −log σ(l) (1 − m) + e^(−l) m, m = σ(l / τ)       Lu et al. 2024, equation 5
-    aot           sigmoid of (ρ_(i) − ρ_ref(i)), ρ = log π_w / π_l Melnyk et al. 2024; (i): the i-th
-                                                                   smallest of the batch
-    aot_unpaired  sigmoid of (s_w(i) − s_l(i))                     the same
+    aot           as sigmoid, with Δ = ρ_(i) − ρ_ref(i)            Melnyk et al. 2024; (i): the i-th
+                                                                   smallest of the global batch
+    aot_unpaired  as sigmoid, with Δ = s_w(i) − s_l(i)             the same
 
-They are as TRL 1.16 has them. `bco_pair` lacks the paper's shift δ, a running mean. The ranks of
-`aot` are those of the global batch.
+The numbers are those of TRL 1.16. `bco_pair` lacks the paper's shift δ, a running mean.
+
+A new loss is a function here with an entry in `LOSSES`, a name in `dpo.spec.Loss`, and a name in those
+of SMOOTHED, SORTED and OF_DIFFERENCES there that apply.
 """
 
 from __future__ import annotations
@@ -43,35 +50,38 @@ LEAST_POWER = 1e-6
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """What the losses read of P pairs. `delta_P` is Δ, `mean_delta_P` is Δ̄.
-
-    `matched_P3`: what `match` returns for these pairs; None if no loss sorts.
-    """
+class PairScores:
+    """The scores of P pairs, and the settings of the losses."""
 
     # s_w and s_l, the scores of the chosen and the rejected answers.
     chosen_P: Tensor
     rejected_P: Tensor
+    # Δ and Δ̄.
     delta_P: Tensor
     mean_delta_P: Tensor
     beta: float
     # ε.
     smoothing: float = 0.0
-    # The temperature of discopop.
+    # The temperature τ of discopop.
     tau: float = 0.05
+    # The rows of these pairs in what `match` returns for the global batch; None if no loss sorts.
     matched_P3: Tensor | None = None
 
     @property
     def logit_P(self) -> Tensor:  # noqa: N802 - as the tensors are called
-        """l = βΔ."""
+        """The logit l = βΔ of each pair."""
         return self.beta * self.delta_P
 
 
 def transform(score: Tensor, divergence: str, alpha: float) -> Tensor:
-    """Return f'(π / π_ref) of a score s, up to a constant (f-DPO, Wang et al. 2024).
+    """Return f(s) of scores s, which is the divergence's f' at π / π_ref (f-DPO, Wang et al. 2024).
 
-    reverse_kl: s. forward_kl: 1 − e^(−s). js_divergence: log(2π / (π + π_ref)). alpha_divergence:
-    (e^((α − 1)s) − 1) / (α − 1), of which α = 1 and α = 0 are the first two.
+    It is given up to a constant, which cancels in Δ:
+
+        reverse_kl        s
+        forward_kl        1 − e^(−s)
+        js_divergence     log(2π / (π + π_ref))
+        alpha_divergence  (e^((α − 1)s) − 1) / (α − 1); α = 1 and α = 0 are the first two
     """
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(score)
@@ -93,31 +103,31 @@ def cross_entropy(logit_P: Tensor, smoothing: float) -> Tensor:
     return kept_P - swapped_P
 
 
-def _sigmoid(pairs: Pairs) -> Tensor:
+def _sigmoid(pairs: PairScores) -> Tensor:
     return cross_entropy(pairs.logit_P, pairs.smoothing)
 
 
-def _hinge(pairs: Pairs) -> Tensor:
+def _hinge(pairs: PairScores) -> Tensor:
     return relu(1 - pairs.logit_P)
 
 
-def _ipo(pairs: Pairs) -> Tensor:
+def _ipo(pairs: PairScores) -> Tensor:
     target = 1 / (2 * pairs.beta)
     return (pairs.mean_delta_P - target) ** 2
 
 
-def _sigmoid_norm(pairs: Pairs) -> Tensor:
+def _sigmoid_norm(pairs: PairScores) -> Tensor:
     return -logsigmoid(pairs.beta * pairs.mean_delta_P)
 
 
-def _robust(pairs: Pairs) -> Tensor:
+def _robust(pairs: PairScores) -> Tensor:
     kept_P = (1 - pairs.smoothing) * logsigmoid(pairs.logit_P)
     swapped_P = pairs.smoothing * logsigmoid(-pairs.logit_P)
     return (swapped_P - kept_P) / (1 - 2 * pairs.smoothing)
 
 
-def _exo_pair(pairs: Pairs) -> Tensor:
-    # log σ(l) and log σ(−l): the policy's distribution over the two answers.
+def _exo_pair(pairs: PairScores) -> Tensor:
+    # The logs of the policy's distribution over the two answers, (σ(l), σ(−l)).
     won_P = logsigmoid(pairs.logit_P)
     lost_P = logsigmoid(-pairs.logit_P)
     # The data's distribution over them, (1 − ε, ε). The config requires ε above 0.
@@ -128,36 +138,36 @@ def _exo_pair(pairs: Pairs) -> Tensor:
     return won_term_P + lost_term_P
 
 
-def _nca_pair(pairs: Pairs) -> Tensor:
+def _nca_pair(pairs: PairScores) -> Tensor:
     won_P = pairs.beta * pairs.chosen_P
     lost_P = pairs.beta * pairs.rejected_P
     return -logsigmoid(won_P) - (logsigmoid(-won_P) + logsigmoid(-lost_P)) / 2
 
 
-def _bco_pair(pairs: Pairs) -> Tensor:
+def _bco_pair(pairs: PairScores) -> Tensor:
     won_P = pairs.beta * pairs.chosen_P
     return -logsigmoid(won_P) - logsigmoid(-pairs.beta * pairs.rejected_P)
 
 
-def _sppo_hard(pairs: Pairs) -> Tensor:
+def _sppo_hard(pairs: PairScores) -> Tensor:
     target = 0.5 / pairs.beta
     return (pairs.chosen_P - target) ** 2 + (pairs.rejected_P + target) ** 2
 
 
-def _apo_zero(pairs: Pairs) -> Tensor:
+def _apo_zero(pairs: PairScores) -> Tensor:
     falls_P = torch.sigmoid(-pairs.beta * pairs.chosen_P)
     rises_P = torch.sigmoid(pairs.beta * pairs.rejected_P)
     return falls_P + rises_P
 
 
-def _apo_down(pairs: Pairs) -> Tensor:
+def _apo_down(pairs: PairScores) -> Tensor:
     difference_P = pairs.chosen_P - pairs.rejected_P
     rises_P = torch.sigmoid(pairs.beta * pairs.chosen_P)
     misses_P = torch.sigmoid(-pairs.beta * difference_P)
     return rises_P + misses_P
 
 
-def _discopop(pairs: Pairs) -> Tensor:
+def _discopop(pairs: PairScores) -> Tensor:
     mixed_P = torch.sigmoid(pairs.logit_P / pairs.tau)
     logistic_P = -logsigmoid(pairs.logit_P)
     exponent_P = (-pairs.logit_P).clamp(max=LARGEST_EXPONENT)
@@ -165,7 +175,7 @@ def _discopop(pairs: Pairs) -> Tensor:
     return logistic_P * (1 - mixed_P) + exponential_P * mixed_P
 
 
-def _aot(pairs: Pairs) -> Tensor:
+def _aot(pairs: PairScores) -> Tensor:
     """Compare each pair's log π_w / π_l with the reference's of the same rank."""
     assert pairs.matched_P3 is not None, "the first pass sorts"
     shift_P = pairs.matched_P3[:, 0]
@@ -173,10 +183,11 @@ def _aot(pairs: Pairs) -> Tensor:
     return cross_entropy(pairs.beta * delta_P, pairs.smoothing)
 
 
-def _aot_unpaired(pairs: Pairs) -> Tensor:
-    """Compare each side with its partner of the same rank, which is a number without a gradient.
+def _aot_unpaired(pairs: PairScores) -> Tensor:
+    """Compare each answer with its partner, the other side's answer of the same rank.
 
-    The two sides together have the gradient of the sum over ranks.
+    The partner is a number without a gradient. So each difference is computed twice, once with the
+    gradient of the chosen answer and once with that of the rejected one.
     """
     assert pairs.matched_P3 is not None, "the first pass sorts"
     _, rejected_partner_P, chosen_partner_P = pairs.matched_P3.unbind(1)
@@ -184,11 +195,11 @@ def _aot_unpaired(pairs: Pairs) -> Tensor:
     delta_of_rejected_P = chosen_partner_P - pairs.rejected_P
     of_chosen_P = cross_entropy(pairs.beta * delta_of_chosen_P, pairs.smoothing)
     of_rejected_P = cross_entropy(pairs.beta * delta_of_rejected_P, pairs.smoothing)
-    # The second term adds its gradient alone: over the global batch it has the value of the first.
+    # The second term adds only its gradient, since over the global batch both have the same value.
     return of_chosen_P + of_rejected_P - of_rejected_P.detach()
 
 
-LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
+LOSSES: dict[str, Callable[[PairScores], Tensor]] = {
     "sigmoid": _sigmoid,
     "hinge": _hinge,
     "ipo": _ipo,
@@ -207,14 +218,17 @@ LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
 
 
 def match(numbers_N4: Tensor) -> Tensor:
-    """Return what the losses that sort need of each pair of a global batch, fp64[N, 3].
+    """Return for each pair of a global batch the numbers that losses which sort need, fp64[N, 3].
 
-    `numbers_N4`: log-probabilities of the chosen and the rejected answers under the policy, then
-    under the reference. Equal numbers keep their order.
+    The rank of a number is its index when the numbers of the global batch are sorted; equal numbers
+    keep their order. The columns are
 
-    The columns are: by how much the reference's log π_w / π_l of the same rank lies above the
-    pair's own; the score of the rejected answer of the same rank as the chosen one; the score of
-    the chosen answer of the same rank as the rejected one.
+    0. ρ_ref of the rank that the pair's ρ has, less the pair's own ρ_ref;
+    1. the score s_l of the rank that the pair's s_w has;
+    2. the score s_w of the rank that the pair's s_l has.
+
+    `numbers_N4`: fp64, the log-probabilities of the chosen and the rejected answers under the policy,
+    then of both under the reference.
     """
     chosen_N, rejected_N, reference_chosen_N, reference_rejected_N = numbers_N4.unbind(1)
     policy_ratio_N = chosen_N - rejected_N
@@ -228,9 +242,9 @@ def match(numbers_N4: Tensor) -> Tensor:
 
 
 def _same_rank(values_N: Tensor, ranked_N: Tensor) -> Tensor:
-    """Return for each of `values_N` the one of `ranked_N` that has the same rank when sorted."""
+    """Return for each of `values_N` the number of `ranked_N` that has the same rank."""
     sorted_N = ranked_N.sort(stable=True).values
-    # The place of the smallest value, of the next one, and so on: each gets the number of its rank.
+    # The index of the smallest value, of the next one, and so on.
     places_N = values_N.argsort(stable=True)
     partners_N = torch.empty_like(ranked_N)
     return partners_N.scatter_(0, places_N, sorted_N)

@@ -1,4 +1,9 @@
-"""Bases of objectives on answers: pairs of a chosen and a rejected one, and single ones with a label."""
+"""Bases of objectives on answers: on pairs of a chosen and a rejected answer, and on single labelled ones.
+
+Suffixes: B rows, one for each answer; P samples. A batch of P pairs has B = 2P rows, all chosen answers
+first and then all rejected ones in the same order. `real_P` is 1 for a sample of the data and 0 for a
+filler, which only fills up a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +15,21 @@ import torch
 from drumline.algorithms.base import LossOut, Referenced
 from drumline.data.batches import IGNORE
 
-REWARDS = ("reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected")
-METRICS = ("accuracy", "margin", *REWARDS)
+METRICS = (
+    "accuracy",
+    "margin",
+    "reward_chosen",
+    "reward_rejected",
+    "log_prob_chosen",
+    "log_prob_rejected",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerAlgorithm(Referenced):
     """The base of algorithms that learn from log-probabilities of answers.
 
-    `chunk`: tokens whose logits exist at once; 0: all.
+    `chunk`: number of tokens whose logits exist at the same time; 0: all.
     """
 
     chunk: int
@@ -40,7 +51,7 @@ class JudgedAnswers(AnswerAlgorithm):
     """
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the mean loss of an answer, and the metrics of a step."""
+        """Return the mean loss of an answer of the held-out set, and the means of `step_metrics`."""
         loss = sums["loss"] / answers_of(sums)
         return {"loss": loss, **self.step_metrics(sums)}
 
@@ -54,13 +65,16 @@ def answers_of(sums: dict[str, float]) -> float:
 class AnswerPairs(AnswerAlgorithm):
     """The base of algorithms that compare log-probabilities of two answers."""
 
-    def out(
+    def sum_pairs(
         self, loss_P: torch.Tensor, log_probs_B: torch.Tensor, rewards_B: torch.Tensor, batch: Any
     ) -> LossOut:
-        """Return the loss summed over the pairs that are real, and what `step_metrics` reads.
+        """Return the loss summed over the real pairs, and the sums that `step_metrics` reads.
 
-        `log_probs_B`, `rewards_B`: of each answer, fp64. Sums are fp64, the loss is fp32 as all
-        losses are.
+        Args:
+            loss_P: fp64, the loss of each pair.
+            log_probs_B: fp64, the log-probability of each answer, for metrics.
+            rewards_B: fp64, the implicit reward of each answer, for metrics.
+            batch: A batch of pairs.
         """
         chosen_P, rejected_P = sides(log_probs_B)
         won_P, lost_P = sides(rewards_B.detach())
@@ -77,14 +91,16 @@ class AnswerPairs(AnswerAlgorithm):
         return LossOut(loss_sum, sums)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the mean loss of a pair, and the metrics of a step."""
+        """Return the mean loss of a pair of the held-out set, and the means of `step_metrics`."""
         pairs = max(1.0, sums["pairs"])
         return {"loss": sums["loss"] / pairs, **self.step_metrics(sums)}
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Return means over pairs.
 
-        A reward is β × score, the margin the difference of the two rewards, as TRL has them.
+        Rewards are implicit: β (log π − log π_ref) of an answer, or what a subclass without a reference
+        has in its place. The metric `margin` is the difference of a pair's two rewards. TRL has the
+        same metrics.
         """
         return means(sums, *METRICS)
 
@@ -92,7 +108,7 @@ class AnswerPairs(AnswerAlgorithm):
 def answer_tokens(batch: Any) -> torch.Tensor:
     """Return the number of tokens of each row's answer, int64[B], at least 1."""
     is_answer_BT = batch.targets_BT != IGNORE
-    # Fillers have no answer, and are divided by this number too.
+    # At least 1, since a filler has no answer and is divided by its number of tokens, too.
     return is_answer_BT.sum(1).clamp(min=1)
 
 
@@ -108,7 +124,7 @@ def sides(values_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def pair_sums(real_P: torch.Tensor, **values_P: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the number of real pairs as `pairs`, and the sum of each of `values_P` over them.
 
-    Sums are fp64 and without gradients.
+    The sums are fp64 and have no gradients.
     """
     sums = {"pairs": real_P.sum().double()}
     for name, value_P in values_P.items():

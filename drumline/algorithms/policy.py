@@ -1,8 +1,9 @@
 """The objective that PPO and GRPO share.
 
 It has three parts: the surrogate loss with its clip; the divergence from a reference, estimated from
-the sampled tokens, with the controller of its weight; and metrics of how far the policy has moved.
-[B, T] tensors are fp32. Advantages are in `algorithms.credit`.
+the sampled tokens, with the controller of its coefficient; and metrics of how far the policy has moved
+from the rollout's. ρ is the probability ratio π / π_old of policy and rollout. Tensors [B, T] are fp32
+unless a docstring says bool. `algorithms.credit` computes the advantages.
 """
 
 from __future__ import annotations
@@ -20,15 +21,14 @@ from drumline.algorithms.ppo.spec import PPOConfig
 from drumline.data.batches import IGNORE, EpisodeBatch
 
 Sums = dict[str, torch.Tensor]
-# Ziegler et al. 2019, section 2.2: one rollout corrects by no more than this part of the error.
-LARGEST_ERROR = 0.2
+# The relative error KL / target − 1 is clipped to ± this (Ziegler et al. 2019, section 2.2).
+ERROR_CLIP = 0.2
 
 
 def sum_where(is_counted: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the values that are counted.
+    """Return the sum of the values that `is_counted` selects.
 
-    Picking them by the mask would make the host wait: the GPU would have to report how many there
-    are.
+    Indexing by the mask would make the host wait until the GPU reports how many there are.
     """
     return torch.where(is_counted, values, 0.0).sum()
 
@@ -54,14 +54,17 @@ def divergence(
 
 @dataclass
 class KLController:
-    """The weight of the divergence: fixed if `target` is None, else steered towards it.
+    """The coefficient of the divergence: fixed, or steered so that the KL approaches `target`.
 
     Ziegler et al. 2019, section 2.2:
 
         e = clip(KL / target − 1, ±0.2);  coefficient ← coefficient · (1 + e · min(1, episodes / horizon))
 
-    Departs from the paper in two points: KL and target are per token, not per completion, and the
-    min is added, because of more episodes than `horizon` the factor could become negative.
+    There are three differences from the paper. KL and target are in nats per token, not per completion.
+    The step size is episodes / horizon, as in TRL, instead of the constant 0.1. And it is at most 1, so
+    that a rollout of any size changes the coefficient by at most 20%.
+
+    `target` None: the coefficient is fixed. `horizon` is in episodes.
     """
 
     coefficient: float
@@ -69,47 +72,51 @@ class KLController:
     horizon: int = 10000
 
     def update(self, kl: float, episodes: int) -> None:
-        """Steer after a rollout of `episodes`, whose tokens diverge by `kl` (nats) on average."""
+        """Update the coefficient after a rollout.
+
+        `kl`: the mean divergence in nats per token. `episodes`: the number of its episodes.
+        """
         if self.target is None:
             return
         error = kl / self.target - 1
-        error = min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
+        error = min(max(error, -ERROR_CLIP), ERROR_CLIP)
         progress = min(1.0, episodes / self.horizon)
         self.coefficient *= 1 + error * progress
 
 
 class TokenLoss(NamedTuple):
-    """The surrogate loss of each token. `clipped_BT` bool: where a clip took the gradient away."""
+    """The surrogate loss of each token, and whether its ratio was clipped (bool)."""
 
     loss_BT: torch.Tensor
-    clipped_BT: torch.Tensor
+    is_clipped_BT: torch.Tensor
 
 
 class PolicyGradient(Algorithm):
     """The base of PPO and GRPO.
 
-    It owns the controller of the divergence's weight, which rollouts steer.
+    It owns the controller of the divergence's coefficient, which `rl.rollouts` updates.
     """
 
-    # Whether the divergence is a part of the loss. Otherwise it is a cost in the rewards, and only
-    # a metric here.
+    # Whether the divergence is a part of the loss. Otherwise it was subtracted from the rewards
+    # already, and is only a metric here.
     kl_in_loss: ClassVar[bool]
 
     def __init__(self, spec: PPOConfig | GRPOConfig) -> None:
         self.spec: Any = spec
         self.kl = KLController(spec.kl.coefficient, spec.kl.target, spec.kl.horizon)
 
-    def policy(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
+    def policy_loss(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
         """Return Σ w (surrogate − entropy_weight · entropy) over the tokens of completions.
 
-        With `kl_in_loss` the divergence is added to it.
+        With `kl_in_loss`, w · coefficient · divergence is added.
         """
         spec = self.spec
         log_probs_BT, entropy_BT = outputs.log_probs(
             batch.targets_BT, spec.loss_chunk, spec.generator.temperature, entropy=True
         )
         if spec.on_policy:
-            # Without a step in between, this forward gives the log-probs of the rollout, too.
+            # The weights have not changed since the rollout, so π_old = π. The ratio is 1, and its
+            # gradient that of log π.
             old_BT = log_probs_BT.detach()
         else:
             old_BT = batch.old_log_probs_BT
@@ -117,7 +124,9 @@ class PolicyGradient(Algorithm):
         token_loss, sums = self.surrogate(log_ratio_BT, log_probs_BT, old_BT, batch)
         weights_BT = batch.weights_BT
         loss_sum = (token_loss.loss_BT * weights_BT).sum()
-        sums |= self._policy_sums(loss_sum, log_ratio_BT, token_loss.clipped_BT, entropy_BT, batch)
+        sums |= self._policy_sums(
+            loss_sum, log_ratio_BT, token_loss.is_clipped_BT, entropy_BT, batch
+        )
         if spec.entropy_weight:
             entropy_sum = (entropy_BT * weights_BT).sum()
             loss_sum = loss_sum - spec.entropy_weight * entropy_sum
@@ -135,17 +144,18 @@ class PolicyGradient(Algorithm):
         self,
         policy_loss: torch.Tensor,
         log_ratio_BT: torch.Tensor,
-        clipped_BT: torch.Tensor,
+        is_clipped_BT: torch.Tensor,
         entropy_BT: torch.Tensor,
         batch: EpisodeBatch,
     ) -> Sums:
-        """Return the sums that `step_metrics` reads."""
+        """Return the sums over tokens that `step_metrics` reads; the arguments are those of a batch."""
         is_token_BT = batch.targets_BT != IGNORE
         # An episode with an unknown reward has the weight 0.
         counts_BT = is_token_BT & (batch.weights_BT > 0)
         log_ratio_BT = log_ratio_BT.detach()
         ratio_BT = log_ratio_BT.clamp(max=LARGEST_EXPONENT).exp()
-        # KL(π_old ‖ π): tokens were drawn from π_old, and only the difference of the logs counts.
+        # KL(π_old ‖ π), as tokens were drawn from π_old. Only the difference of the logs matters, so
+        # log π_old is passed as 0.
         zeros_BT = torch.zeros_like(log_ratio_BT)
         approx_kl_BT = divergence(zeros_BT, log_ratio_BT, "k3")
         counted_ratio_BT = torch.where(counts_BT, ratio_BT, 0.0)
@@ -155,7 +165,7 @@ class PolicyGradient(Algorithm):
             "tokens": counts_BT.sum(),
             "ratio": sum_where(counts_BT, ratio_BT),
             "max_ratio": counted_ratio_BT.amax(),
-            "clipped": (clipped_BT & counts_BT).sum(),
+            "clipped": (is_clipped_BT & counts_BT).sum(),
             "entropy": sum_where(counts_BT, entropy_BT.detach()),
             "approx_kl": sum_where(counts_BT, approx_kl_BT),
         }
@@ -167,20 +177,24 @@ class PolicyGradient(Algorithm):
         old_BT: torch.Tensor,
         batch: EpisodeBatch,
     ) -> tuple[TokenLoss, Sums]:
-        """Return the loss of each token, and sums for metrics of its own.
+        """Return the loss of each token, and sums for further metrics of a subclass.
 
-        `log_ratio_BT`: log π / π_old. `log_probs_BT`: log π with a gradient. `old_BT`: log π_old.
+        Args:
+            log_ratio_BT: log π − log π_old, with a gradient.
+            log_probs_BT: log π, with a gradient.
+            old_BT: log π_old.
+            batch: The batch.
         """
         clip = self.spec.clip
-        token_loss = clipped(log_ratio_BT, batch.advantages_BT, clip, clip)
+        token_loss = ppo_clip_loss(log_ratio_BT, batch.advantages_BT, clip, clip)
         return token_loss, {}
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return means over tokens.
+        """Return the policy's loss and means over tokens.
 
-        They are the probability ratio to the rollout's policy, its largest value, the share
-        clipped, the entropy (nats), the KL from the rollout's policy, and that from the reference
-        if there is one.
+        The means are of the ratio ρ (also its largest value), the share of clipped tokens, the
+        entropy, the KL from the rollout's policy, and the KL from the reference if there is one. The
+        last three are in nats.
         """
         tokens = max(1.0, sums["tokens"])
         metrics = {
@@ -197,7 +211,7 @@ class PolicyGradient(Algorithm):
         return metrics
 
 
-def clipped(
+def ppo_clip_loss(
     log_ratio_BT: torch.Tensor,
     advantages_BT: torch.Tensor,
     clip_low: float,
@@ -206,28 +220,33 @@ def clipped(
 ) -> TokenLoss:
     """Return PPO's loss of each token, −min(ρA, clamp(ρ, 1 − clip_low, 1 + clip_high) A).
 
-    ρ = exp(log_ratio). Schulman et al. 2017, equation 7.
+    Schulman et al. 2017, equation 7; A is the advantage.
 
-    `delta`: ρ itself is at most this, so that a bad token's loss is bounded too (INTELLECT-2, Prime
-    Intellect 2025, two-sided clip). Without it ρ is at most e^80: fp32 ends at e^88, and inf · 0 is
-    no gradient.
+    Args:
+        log_ratio_BT: log ρ, with a gradient.
+        advantages_BT: A.
+        clip_low: How far below 1 the ratio may be before it is clipped.
+        clip_high: How far above 1 it may be.
+        delta: The largest ρ, also for negative advantages, whose loss has no bound otherwise (the
+            two-sided clip of INTELLECT-2, Prime Intellect 2025). None: e^80, since fp32 ends at
+            e^88, and inf · 0 would be NaN in the gradient.
     """
-    most = LARGEST_EXPONENT
+    largest_log = LARGEST_EXPONENT
     if delta is not None:
-        most = min(math.log(delta), LARGEST_EXPONENT)
-    ratio_BT = log_ratio_BT.clamp(max=most).exp()
+        largest_log = min(math.log(delta), LARGEST_EXPONENT)
+    ratio_BT = log_ratio_BT.clamp(max=largest_log).exp()
     clipped_ratio_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
     bounded_BT = clipped_ratio_BT * advantages_BT
     free_BT = ratio_BT * advantages_BT
     loss_BT = -torch.minimum(free_BT, bounded_BT)
-    # A token loses its gradient if the minimum is the clipped product, or if ρ itself was bounded
-    # and the minimum is the free product, which it is for a negative advantage.
-    is_bounded_BT = (log_ratio_BT > most) & (advantages_BT < 0)
-    clipped_BT = (bounded_BT < free_BT) | is_bounded_BT
-    return TokenLoss(loss_BT, clipped_BT)
+    # A token has no gradient if the minimum is the clipped product, or if `delta` bounded ρ and the
+    # minimum is the free product, which it is for a negative advantage.
+    is_bounded_BT = (log_ratio_BT > largest_log) & (advantages_BT < 0)
+    is_clipped_BT = (bounded_BT < free_BT) | is_bounded_BT
+    return TokenLoss(loss_BT, is_clipped_BT)
 
 
-def weighted_likelihood(
+def cispo_loss(
     log_ratio_BT: torch.Tensor,
     log_probs_BT: torch.Tensor,
     advantages_BT: torch.Tensor,
@@ -236,7 +255,13 @@ def weighted_likelihood(
     """Return CISPO's loss of each token, −min(ρ, highest) A log π, with no gradient through ρ.
 
     MiniMax-M1, 2025; without a lower clip, as the authors use it and TRL has it. Every token keeps
-    a gradient. `clipped_BT` says where ρ was cut.
+    a gradient, also if its ratio is clipped.
+
+    Args:
+        log_ratio_BT: log ρ.
+        log_probs_BT: log π, with a gradient.
+        advantages_BT: A.
+        highest: The largest ratio.
     """
     ratio_BT = log_ratio_BT.detach().exp()
     bounded_ratio_BT = ratio_BT.clamp(max=highest)
@@ -244,23 +269,28 @@ def weighted_likelihood(
     return TokenLoss(loss_BT, ratio_BT > highest)
 
 
-def level_ratio(
+def log_ratio_at_level(
     log_ratio_BT: torch.Tensor,
     targets_BT: torch.Tensor,
     level: Literal["token", "sequence", "product"],
 ) -> torch.Tensor:
-    """Return log ρ at every place of a row, [B, T].
+    """Return the log importance ratio of each token at a level, [B, T].
 
-    `token`: each token's own. `sequence`: their mean over the completion (GSPO, Zheng et al. 2025,
-    equation 7). `product`: their sum, the ratio of the whole completion (RLOO, Ahmadian et al.
-    2024).
+    token: the token's own log ρ. sequence: the mean of log ρ over the completion (GSPO, Zheng et al.
+    2025, equation 7). product: the sum of log ρ, for the ratio of the whole completion (RLOO,
+    Ahmadian et al. 2024).
+
+    Args:
+        log_ratio_BT: log ρ of each token.
+        targets_BT: int64; IGNORE outside of completions.
+        level: As above.
     """
     if level == "token":
         return log_ratio_BT
     is_token_BT = targets_BT != IGNORE
-    token_ratio_BT = torch.where(is_token_BT, log_ratio_BT, 0.0)
-    level_B1 = token_ratio_BT.sum(1, keepdim=True)
+    token_log_ratio_BT = torch.where(is_token_BT, log_ratio_BT, 0.0)
+    level_log_ratio_B1 = token_log_ratio_BT.sum(1, keepdim=True)
     if level == "sequence":
         tokens_B1 = is_token_BT.sum(1, keepdim=True)
-        level_B1 = level_B1 / tokens_B1.clamp(min=1)
-    return level_B1.expand_as(log_ratio_BT)
+        level_log_ratio_B1 = level_log_ratio_B1 / tokens_B1.clamp(min=1)
+    return level_log_ratio_B1.expand_as(log_ratio_BT)

@@ -1,6 +1,7 @@
-"""Specs to derive from, for algorithms that learn from text, pairs or prompts.
+"""Specs to derive from, for algorithms that learn from text, pairs, labelled answers or prompts.
 
-No torch at the top: commands that only read a config do without its import.
+`config.algorithm.AlgorithmSpec` documents all methods and class variables that are set here. torch is
+imported inside methods, so that commands which only read a config need not import it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TextSpec(ChunkedSpec):
-    """Conversations, completions and documents, of which tokens are learned."""
+    """The base of algorithms that learn tokens of conversations, completions and documents."""
 
     packs: ClassVar[bool] = True
     sees_images: ClassVar[bool] = True
@@ -36,17 +37,16 @@ class TextSpec(ChunkedSpec):
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
         from drumline.data.batches import collate, learned_segment
 
-        # One document that fills the row.
         row = [learned_segment(length)]
         if plan.config.packs:
-            # Two documents, so that attention is given a mask.
+            # Two documents in a row, so that attention is traced with a mask.
             half = length // 2
             row = [learned_segment(length - half), learned_segment(half)]
         return collate([row] * rows, 0, length)
 
 
 def random_pair(random_text: Callable[[int], str], length: int) -> dict[str, Any]:
-    """Return a row with two answers of random words; see `AlgorithmSpec.random_row`."""
+    """Return a row with two answers of `length` random words; see `AlgorithmSpec.random_row`."""
     return {
         "prompt": random_text(1),
         "chosen": random_text(length),
@@ -55,7 +55,7 @@ def random_pair(random_text: Callable[[int], str], length: int) -> dict[str, Any
 
 
 class PairSpec(AlgorithmSpec):
-    """Pairs of a chosen and a rejected answer."""
+    """The base of algorithms that learn from pairs of a chosen and a rejected answer."""
 
     shares_prompts: ClassVar[bool] = True
     columns: ClassVar[str] = "`prompt`, `chosen` and `rejected`"
@@ -87,7 +87,7 @@ class PairSpec(AlgorithmSpec):
 
 
 class AnswerPairSpec(PairSpec, ChunkedSpec):
-    """Pairs that are compared by their answers' log-probabilities."""
+    """The base of algorithms that compare the log-probabilities of the answers of a pair."""
 
     metrics: ClassVar[tuple[str, ...]] = (
         *PairSpec.metrics,
@@ -100,7 +100,10 @@ class AnswerPairSpec(PairSpec, ChunkedSpec):
 
 
 class JudgedSpec(ChunkedSpec):
-    """Answers that are labelled good or bad, one by one; a pair is read as two of them."""
+    """The base of algorithms that learn from single answers with a label, good or bad.
+
+    The rejected and the chosen answer of a pair are read as two such answers.
+    """
 
     columns: ClassVar[str] = (
         "`prompt`, `completion` and `label`, or `prompt`, `chosen` and `rejected`"
@@ -112,9 +115,9 @@ class JudgedSpec(ChunkedSpec):
         return JUDGED_FORMS
 
     def cache_parts(self) -> dict[str, Any]:
-        """Return what the samples have besides their tokens.
+        """Return the names of the metadata that samples have, as a part of the token cache's key.
 
-        Caches of older versions have no `prompt`.
+        So caches of older versions, whose samples have no `prompt`, are not read.
         """
         return {"meta": ["good", "prompt"]}
 
@@ -144,7 +147,7 @@ class JudgedSpec(ChunkedSpec):
 
 
 class PromptSpec(RolloutSpec):
-    """Prompts, which completions are sampled for."""
+    """The base of algorithms that learn from completions which the policy samples for prompts."""
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.encode import PromptRowEncoder

@@ -55,8 +55,8 @@ from drumline.plan.explain import default_run_dir, strategy_name
 from drumline.plan.plan import Plan
 from drumline.report.bars import bars
 from drumline.report.progress import lines_of_failed_rewards
-from drumline.rl.generate import Completion, positions
-from drumline.rl.rewards import Item, Rewards
+from drumline.rl.generate import Completion, max_positions
+from drumline.rl.rewards import EpisodeText, Rewards
 from drumline.system.files import write_whole
 from drumline.telemetry.events import Eval, Event
 from drumline.train.setup import EVAL_RESULTS, Request, make_plan
@@ -454,7 +454,7 @@ def _verifier_metrics(
     items = []
     for text, prompt in zip(texts, prompts, strict=True):
         # A verifier reads neither the prompt nor the number of tokens.
-        items.append(Item("", text, 0, prompt.meta))
+        items.append(EpisodeText("", text, 0, prompt.meta))
     with Rewards([TaskReward()], base_dir) as rewards:
         scores = rewards.score(items)
     known = [score.value for score in scores if score.applies and not score.failures]
@@ -500,7 +500,7 @@ def complete_prompts(
     # The most tokens of each answer.
     limits = [max_length - len(prompt) for prompt in prompts]
     # A model that names no number of positions has no limit.
-    model_positions = positions(model.module) or 2 * max_length
+    model_positions = max_positions(model.module) or 2 * max_length
     spare_positions = max(0, model_positions - max_length)
     done: dict[int, tuple[str, Completion]] = {}
     for group in _group_by_limit(limits, spare_positions):

@@ -1,4 +1,4 @@
-"""Builds the generator of completions that a config names."""
+"""Build the generator of completions that a config names."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from drumline.config import rollouts as configs
 from drumline.rl.continuous import ContinuousGenerator
-from drumline.rl.generate import Endings, Generator, HFGenerator, InferenceCopy, Sampler, Weights
-from drumline.rl.vllm import VLLMEngine, VLLMServer, WeightFolder
+from drumline.rl.generate import Generator, HFGenerator, InferenceCopy, Sampler, StopRules, Weights
+from drumline.rl.vllm import InProcessVLLM, RemoteVLLM, WeightFolder
 
 Refresh = Callable[[Weights], None]
 
@@ -22,24 +22,24 @@ Refresh = Callable[[Weights], None]
 class RolloutFiles:
     """What vLLM reads from disk."""
 
-    # The folder or hub id that its engine starts from.
+    # The folder or hub id that the engine in this process starts from.
     model_path: str | None = None
-    # Its server reads new weights in a folder inside of this one.
+    # A server reads new weights in a folder inside of this one.
     run_dir: Path = Path()
-    # Rows of an embedding that is larger than the one in the model's files.
+    # Rows of the embedding if it is larger than the one in the model's files; else None.
     rows: int | None = None
 
 
 NO_FILES = RolloutFiles()
 
 
-def generator(
+def build_generator(
     config: configs.Generator,
     tokenizer: Any,
     seed: int,
     unsharded: Any | None,
     build: Callable[[], Any],
-    autocast: torch.dtype | None = None,
+    low_precision: torch.dtype | None = None,
     files: RolloutFiles = NO_FILES,
 ) -> tuple[Generator, Refresh | None]:
     """Return a generator, and a function that hands it the trained weights before each rollout.
@@ -49,23 +49,23 @@ def generator(
 
     Args:
         config: The section `algorithm.generator`.
-        tokenizer: Of the policy.
-        seed: Of the run.
+        tokenizer: The tokenizer of the policy.
+        seed: The seed of the run.
         unsharded: The trainable model, if it is whole on this rank's device (one process, DDP).
             None: the generator samples from a copy.
-        build: Makes that copy, in the type that it computes in.
-        autocast: The type that the trainable model computes in, if that is not the type of its
-            weights; else None. Continuous batching cannot autocast, so it then samples from a
-            copy.
+        build: Returns that copy, with weights in the type that the policy computes in.
+        low_precision: bf16 or fp16, if the policy computes in it; None: it computes in fp32. The
+            trainable model, whose weights are fp32 as a rule, then needs autocast. Continuous
+            batching cannot autocast, so it samples from a copy instead.
         files: What vLLM reads. Other generators read no files.
     """
     if isinstance(config, configs.VLLMGenerator):
-        dtype = autocast or torch.float32
+        dtype = low_precision or torch.float32
         if config.url is not None:
             return _vllm_server(config, tokenizer, seed, dtype, files.run_dir)
         assert files.model_path is not None, "a rule refuses it"
         dtype_name = str(dtype).removeprefix("torch.")
-        engine = VLLMEngine(config, tokenizer, seed, files.model_path, dtype_name, files.rows)
+        engine = InProcessVLLM(config, tokenizer, seed, files.model_path, dtype_name, files.rows)
         return engine, engine.refresh
     if isinstance(config, configs.ContinuousGenerator):
         generator_type: type[HFGenerator] = ContinuousGenerator
@@ -73,8 +73,8 @@ def generator(
     else:
         generator_type = HFGenerator
         can_autocast = True
-    if unsharded is not None and (can_autocast or autocast is None):
-        return generator_type(config, unsharded, tokenizer, seed, autocast), None
+    if unsharded is not None and (can_autocast or low_precision is None):
+        return generator_type(config, unsharded, tokenizer, seed, low_precision), None
     whole = InferenceCopy(build)
     return generator_type(config, whole.model, tokenizer, seed), whole.refresh
 
@@ -84,38 +84,38 @@ def _vllm_server(
 ) -> tuple[Generator, Refresh | None]:
     """Return a client of vLLM's server, and a function that hands the server new weights.
 
-    The function is None if the config says that the server's weights stay as they are.
+    The function is None if the config says that the server keeps its own weights.
     """
-    server = VLLMServer(config, tokenizer, seed)
+    remote = RemoteVLLM(config, tokenizer, seed)
     if config.weights == "none":
-        return server, None
+        return remote, None
     folder = run_dir / "rollout-weights"
     if config.folder is not None:
         folder = Path(config.folder)
-    return server, WeightFolder(server.server, folder.absolute(), dtype).refresh
+    return remote, WeightFolder(remote.server, folder.absolute(), dtype).refresh
 
 
-def greedy_generator(sampling: Any) -> Generator:
-    """Return a copy of a generator, of the same model, that takes the likeliest token each time."""
-    return _with_options(sampling, top_k=1)
+def greedy_generator(generator: Any) -> Generator:
+    """Return a generator that uses the same model and decodes greedily."""
+    return _change_options(generator, top_k=1)
 
 
-def probe_generator(sampling: Any, new_tokens: int) -> Generator:
-    """Return a copy of a generator, of the same model, that samples from the whole distribution.
+def probe_generator(generator: Any, new_tokens: int) -> Generator:
+    """Return a generator that uses the same model and samples from the whole distribution.
 
-    The temperature is the run's. Neither top-k, top-p nor a stop text applies.
+    It keeps the temperature, and has no top-k, no top-p and no stop text.
     `new_tokens`: the most tokens of a completion.
     """
-    return _with_options(sampling, top_k=0, top_p=1.0, stop=(), max_new_tokens=new_tokens)
+    return _change_options(generator, top_k=0, top_p=1.0, stop=(), max_new_tokens=new_tokens)
 
 
-def _with_options(sampling: Any, **options: Any) -> Any:
-    """Return a copy of a generator, of the same model, with other options of its config."""
-    copied = copy.copy(sampling)
-    config = sampling.config.model_copy(update=options)
+def _change_options(generator: Any, **options: Any) -> Any:
+    """Return a generator that uses the same model, with other options of its config."""
+    copied = copy.copy(generator)
+    config = generator.config.model_copy(update=options)
     copied.config = config
-    if isinstance(sampling, HFGenerator):
-        endings = sampling.endings
+    if isinstance(generator, HFGenerator):
+        rules = generator.stop_rules
         copied.sampler = Sampler(config.temperature, config.top_k, config.top_p)
-        copied.endings = Endings(endings.token_ids, config.stop, endings.tokenizer)
+        copied.stop_rules = StopRules(rules.token_ids, config.stop, rules.tokenizer)
     return copied

@@ -28,24 +28,26 @@ from drumline.rl.generate import (
     HFGenerator,
     Request,
     Sampler,
-    generating,
-    positions,
+    generation_mode,
+    max_positions,
     request_seed,
     require_room,
 )
 from drumline.vendor.transformers import ContinuousBatchingLogitsProcessorList
 
-# Tokens of a page of the cache. Short completions would leave most of transformers' 256 empty.
+# Number of tokens of a page of the KV cache. Short completions would leave most of a page of
+# transformers' 256 tokens empty.
 PAGE = 32
-# Prompt tokens of one step at most.
+# The most prompt tokens that a step prefills.
 PREFILL = 1024
 
 
 class Row(NamedTuple):
-    """A row of a step's scores: a request, and which of its tokens is sampled."""
+    """A row of a step's scores, from which a token of a request is sampled."""
 
     request: str
-    position: int
+    # Index of the token in the request's completion.
+    token_index: int
 
 
 class RequestTokens(NamedTuple):
@@ -57,9 +59,10 @@ class RequestTokens(NamedTuple):
 
 
 class RequestNoise(ContinuousBatchingLogitsProcessorList):
-    """A Sampler for continuous batching, which knows the request of each row.
+    """Applies a Sampler in continuous batching, to the rows of a step, each with its request's noise.
 
-    `log_probs`: request → log-prob of each token so far.
+    Attributes:
+        log_probs: request → log-prob of each token so far.
     """
 
     def __init__(
@@ -69,8 +72,8 @@ class RequestNoise(ContinuousBatchingLogitsProcessorList):
 
         Args:
             sampler: Chooses the tokens.
-            seeds: Request → its seed.
-            prompt_lengths: Request → tokens of its prompt.
+            seeds: Request → what `request_seed` returns for it.
+            prompt_lengths: Request → number of tokens of its prompt.
         """
         super().__init__(LogitsProcessorList())
         self.do_processing = True
@@ -85,7 +88,8 @@ class RequestNoise(ContinuousBatchingLogitsProcessorList):
     ) -> torch.Tensor:
         """Note the requests of the next step, in the order of its rows.
 
-        A request that lost its cache comes again, with the tokens so far as part of its prompt.
+        A request that was preempted, because the cache was full, is prefilled again later. The manager
+        then counts the tokens that were sampled before among the request's `initial_tokens`.
         """
         self.rows = []
         for request in requests_in_batch:
@@ -93,8 +97,8 @@ class RequestNoise(ContinuousBatchingLogitsProcessorList):
                 continue
             state = request.state
             tokens = len(state.initial_tokens) + len(state.generated_tokens)
-            position = tokens - self.prompt_lengths[state.request_id]
-            self.rows.append(Row(state.request_id, position))
+            token_index = tokens - self.prompt_lengths[state.request_id]
+            self.rows.append(Row(state.request_id, token_index))
         return arg_storage
 
     def __call__(
@@ -102,22 +106,22 @@ class RequestNoise(ContinuousBatchingLogitsProcessorList):
     ) -> torch.Tensor:
         """Return the scores of a step with the noise of each request.
 
-        Rows after those of `self.rows` belong to prompts that are not read to their end yet.
+        Rows after those of `self.rows` belong to prompts that are not prefilled to their end yet.
         """
         rows = len(self.rows)
         if not rows:
             return scores
         seeds = []
-        positions = []
+        token_indices = []
         for row in self.rows:
             seeds.append(self.seeds[row.request])
-            positions.append(row.position)
+            token_indices.append(row.token_index)
         seeds_B = copy_to_device(scores.device, torch.tensor(seeds))
-        positions_B = copy_to_device(scores.device, torch.tensor(positions))
-        noisy_BV, log_probs_B = self.sampler.choose(scores[:rows], seeds_B, positions_B)
+        indices_B = copy_to_device(scores.device, torch.tensor(token_indices))
+        noisy_BV, log_probs_B = self.sampler.choose(scores[:rows], seeds_B, indices_B)
         for row, log_prob in zip(self.rows, log_probs_B, strict=True):
             log_probs = self.log_probs[row.request]
-            assert len(log_probs) == row.position, "each token is sampled once"
+            assert len(log_probs) == row.token_index, "each token is sampled once"
             log_probs.append(log_prob)
         return torch.cat([noisy_BV, scores[rows:]])
 
@@ -125,7 +129,8 @@ class RequestNoise(ContinuousBatchingLogitsProcessorList):
 class ContinuousGenerator(HFGenerator):
     """`generate` by continuous batching, with at most `config.batch` sequences in a step.
 
-    `model` is in the type that it computes in, because its thread knows no autocast.
+    The weights of `model` are in the type that it computes in, because autocast does not reach the
+    thread of the manager.
     """
 
     @torch.no_grad()
@@ -135,7 +140,7 @@ class ContinuousGenerator(HFGenerator):
         Raises DataError for an empty prompt, PlanError for one that leaves too few positions, and
         DrumlineError if generation fails.
         """
-        require_room(requests, self.config.max_new_tokens, positions(self.model))
+        require_room(requests, self.config.max_new_tokens, max_positions(self.model))
         if not requests:
             return []
         # The manager names requests by text.
@@ -149,7 +154,7 @@ class ContinuousGenerator(HFGenerator):
         longest_first = sorted(by_name, key=lambda name: -prompt_lengths[name])
         has_stop_texts = bool(self.config.stop)
         with (
-            generating(self.model),
+            generation_mode(self.model),
             original_attention(self.model),
             self._manager(requests, noise) as manager,
         ):
@@ -160,7 +165,7 @@ class ContinuousGenerator(HFGenerator):
         completions = []
         for name in by_name:
             tokens, ended = sampled[name]
-            # A request that is cancelled may have had more tokens sampled.
+            # For a request that was cancelled, more tokens may have been sampled than are kept.
             log_probs_T = torch.stack(noise.log_probs[name])[: len(tokens)]
             completions.append(Completion(tokens, log_probs_T.tolist(), ended))
         return completions
@@ -168,7 +173,7 @@ class ContinuousGenerator(HFGenerator):
     def _collect(self, manager: Any, pending: set[str]) -> dict[str, RequestTokens]:
         """Wait for all `pending` requests and return what was sampled for each.
 
-        Stop texts are looked for after each token; a request that has reached one is cancelled.
+        Stop texts are searched for after each token, and a request that has reached one is cancelled.
         """
         done: dict[str, RequestTokens] = {}
         while pending:
@@ -189,7 +194,7 @@ class ContinuousGenerator(HFGenerator):
                     f"continuous batching failed: {result.error}", where=WHERE, fix="use kind: hf"
                 )
             tokens = list(result.generated_tokens)
-            ended = self.endings.after(tokens)
+            ended = self.stop_rules.is_met(tokens)
             is_finished = result.is_finished()
             if not ended and not is_finished:
                 continue
@@ -205,7 +210,7 @@ class ContinuousGenerator(HFGenerator):
         generation_config = GenerationConfig(
             max_new_tokens=self.config.max_new_tokens,
             do_sample=False,
-            eos_token_id=sorted(self.endings.token_ids) or -1,
+            eos_token_id=sorted(self.stop_rules.token_ids) or -1,
             num_return_sequences=1,
         )
         manager = self.model.init_continuous_batching(

@@ -1,4 +1,4 @@
-"""Which prompts a rollout takes: in the data's order, or a share of each domain.
+"""Choose the prompts of a rollout: in the data's order, or a share of each domain.
 
 All numbers are integers and floats of the host, the same on every rank.
 """
@@ -20,8 +20,8 @@ def require_domains(weights: Mapping[str, float], domains: set[str]) -> None:
     """Raise PlanError if the weights do not name exactly these domains.
 
     Args:
-        weights: Domain → share, as the config has them.
-        domains: Those of the data.
+        weights: Domain → share, from the config.
+        domains: The domains of the data.
     """
     if weights.keys() != domains:
         fix = f"the data has {', '.join(sorted(domains))}"
@@ -33,11 +33,11 @@ def require_domains(weights: Mapping[str, float], domains: set[str]) -> None:
 
 
 class Curriculum:
-    """Draws sample ids without end.
+    """Draws the sample ids of prompts, without end.
 
-    The prompts of a domain come in an order of their own, each once before any comes again. Prompts are
-    whole, so a domain may be owed a part of one. It is carried over to later rollouts, so the shares
-    are exact over many rollouts.
+    Each domain has an order of its own, in which every prompt comes once before any comes again. A
+    domain's share of a rollout may not be a whole number of prompts. The rest is carried over to later
+    rollouts in `owed`, so the shares are exact over many rollouts.
 
     With `kind: data` there is one domain, named "".
     """
@@ -50,13 +50,13 @@ class Curriculum:
         Args:
             config: The section `algorithm.curriculum`.
             domains: The domain of each sample.
-            seed: Of the run.
+            seed: The seed of the run.
             shuffle: Whether a domain's prompts come in a random order.
         """
         self.config = config
         if config.kind == "data":
             domains = [""] * len(domains)
-        # Sorted, so that all ranks go through them in the same order.
+        # Sorted, so that all ranks iterate over them in the same order.
         names = sorted(set(domains))
         domains_N = np.asarray(list(domains))
         # The sample ids of each domain, and the order in which they come.
@@ -64,17 +64,19 @@ class Curriculum:
         self.orders = {}
         for name in names:
             ids = np.flatnonzero(domains_N == name)
-            # Without domains the order is that of any other training.
+            # Without domains the order is the same as in training without rollouts.
             if name:
                 order_seed = derive(seed, "order", name)
             else:
                 order_seed = derive(seed, "order")
             self.members[name] = ids
             self.orders[name] = GlobalOrder(len(ids), order_seed, shuffle)
-        # Prompts drawn so far, and parts of prompts that are owed.
+        # Domain → prompts drawn from it so far.
         self.taken = dict.fromkeys(names, 0)
+        # Domain → its share of all rollouts so far, less the prompts drawn from it. Negative for a
+        # domain that is ahead of its share.
         self.owed = dict.fromkeys(names, 0.0)
-        # Smoothed share of solved episodes, of the domains that were sampled.
+        # Domain → smoothed share of solved episodes, for domains that were sampled.
         self.rates: dict[str, float] = {}
 
     def draw(self, count: int) -> list[int]:
@@ -84,7 +86,7 @@ class Curriculum:
         ids: list[int] = []
         for name, number in self._round_owed(count).items():
             start = self.taken[name]
-            # Places within the domain, which `members` makes sample ids of.
+            # Positions within the domain; `members` has the sample id of each.
             positions = self.orders[name].ids(start, start + number)
             ids_of_domain = self.members[name][positions]
             ids += ids_of_domain.tolist()
@@ -93,14 +95,15 @@ class Curriculum:
         return ids
 
     def _round_owed(self, count: int) -> dict[str, int]:
-        """Return how many prompts each domain gives, `count` in all.
+        """Return the number of prompts to draw from each domain, `count` in all.
 
-        It is what each is owed, rounded down, and one more for those with the largest remainders. What
-        earlier rollouts owe may round down to one too many in all; then the smallest remainders lose one.
+        This is the largest-remainder method: `owed` is rounded down, and the domains with the largest
+        remainders get one more until the sum is `count`. For example, with `count` 2, owed 1.3 and 0.7
+        becomes 1 and 1. The sum may also be too large, since a negative `owed` is rounded up to 0: owed
+        3.0 and -1.0 becomes 3 and 0. Then the domains with the smallest remainders get one less.
         """
         numbers = {}
         for name, owed in self.owed.items():
-            # A domain that got more than its share is owed less than nothing.
             numbers[name] = max(0, int(owed))
 
         # The name decides between equal remainders, so that all ranks choose the same domain.
@@ -119,10 +122,10 @@ class Curriculum:
         return numbers
 
     def shares(self) -> dict[str, float]:
-        """Return the share of the prompts that each domain is to give. The shares add up to 1.
+        """Return each domain's share of the prompts. The shares add up to 1.
 
-        With `kind: success` every domain keeps an even part of `floor`, so that a domain which is
-        solved, or never solved, is still tried.
+        With `kind: success` every domain has an equal part of `floor`, so that a domain which is always
+        or never solved is still tried.
         """
         floor = 0.0
         if self.config.kind == "weights":
@@ -133,7 +136,7 @@ class Curriculum:
         else:
             weights = dict.fromkeys(self.members, 1.0)
         total = sum(weights.values())
-        # No domain teaches anything more: all are solved, or none is.
+        # All variances are 0: each domain is always solved, or never.
         if total == 0:
             weights = dict.fromkeys(self.members, 1.0)
             total = float(len(weights))
@@ -144,9 +147,10 @@ class Curriculum:
         return shares
 
     def _variances(self) -> dict[str, float]:
-        """Return the Bernoulli variance of each domain's outcome: how much a prompt of it may teach.
+        """Return rate · (1 − rate) of each domain: the variance of whether an episode is solved.
 
-        A domain that was not sampled yet is as uncertain as can be.
+        The larger it is, the more prompts of the domain can teach. A domain that was not sampled yet
+        has the largest variance, with the rate ½.
         """
         variances = {}
         for name in self.members:
@@ -155,7 +159,7 @@ class Curriculum:
         return variances
 
     def learn(self, rewards: Mapping[str, Sequence[float]]) -> None:
-        """Update the success rates with the rewards of a rollout's episodes, given by domain."""
+        """Update the success rates. `rewards`: domain → rewards of the episodes of a rollout."""
         for name, values in rewards.items():
             if not values:
                 continue
@@ -169,7 +173,7 @@ class Curriculum:
             self.rates[name] = memory * earlier_rate + (1 - memory) * rate
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the curriculum, as copies."""
+        """Return the state for a checkpoint, as a copy."""
         return {
             "taken": dict(self.taken),
             "owed": dict(self.owed),
@@ -177,7 +181,7 @@ class Curriculum:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned. Domains that it does not have start afresh."""
+        """Continue from what `state` returned. Domains that are new since then start from 0."""
         for name in self.members:
             if name in state["taken"]:
                 self.taken[name] = state["taken"][name]

@@ -1,7 +1,7 @@
-"""Sample completions of prompts: the generator that uses transformers' `generate`, and what all share.
+"""Sample completions of prompts: what all generators share, and the one that uses transformers' `generate`.
 
 The modules `continuous` and `vllm` hold the other generators. The requests of a rollout are divided
-over all ranks, and all ranks get all completions back (`SharedSampling`).
+over all ranks, and all ranks get all completions back (`DistributedSampling`).
 
 Random numbers are a function of what is sampled, not of when or where: of (seed, step, key, position
 of the token). A token is the argmax of its logits plus Gumbel noise, which is an exact sample of
@@ -57,8 +57,8 @@ _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
 # Bits of a uniform number. With a half added it is exact in fp64, and neither 0 nor 1.
 _BITS = 52
-# Tokens that are decoded beyond the length of a stop text, for two reasons: the text may begin with a
-# cut letter, and some decoders drop a leading space.
+# Tokens that are decoded before those that a stop text may span, for two reasons: a text that is
+# decoded from the middle may begin with a part of a letter, and some decoders drop a leading space.
 SPARE_TAIL_TOKENS = 8
 
 
@@ -68,8 +68,8 @@ class Request:
 
     # The ids of the prompt's tokens.
     tokens: list[int]
-    # Its random numbers depend on this key, besides seed and step. Usually (position of the prompt in
-    # the run, index of the sample).
+    # Its random numbers depend on the seed of the run, the step and this key. In rollouts it is
+    # (position of the prompt in the run, index of the sample in its group).
     key: tuple[int, ...]
 
 
@@ -81,7 +81,7 @@ class Completion:
     tokens: list[int]
     # The log-prob of each token: log softmax(logits / temperature) in fp32, before top-k and top-p.
     log_probs: list[float]
-    # Whether an end token or a stop text ended it; False if it was cut at max_new_tokens.
+    # Whether it ends with an end token or a stop text; False if it was cut at max_new_tokens.
     ended: bool
 
 
@@ -93,15 +93,15 @@ def request_seed(seed: int, step: int, key: tuple[int, ...]) -> int:
 def gumbel(seeds_B: torch.Tensor, positions_B: torch.Tensor, vocab: int) -> torch.Tensor:
     """Return standard Gumbel noise fp32[B, vocab] for one token of each of B requests.
 
-    Computed in integers and fp64 and rounded at the end. CPU and GPU agree but for about one number in
-    10⁸, whose logarithms are rounded differently.
+    It is computed in integers and fp64, and rounded at the end. CPU and GPU agree but for about one
+    number in 10⁸, whose logarithms are rounded differently.
 
     Args:
-        seeds_B: int64, the requests' words from `request_seed`.
-        positions_B: int64, which token of each request.
-        vocab: Entries of the vocabulary.
+        seeds_B: int64, what `request_seed` returns for each request.
+        positions_B: int64, the index of the token in each request's completion.
+        vocab: Number of entries of the vocabulary.
     """
-    # A word for each token and, counted from that, one for each entry of the vocabulary.
+    # SplitMix64 makes a word for each token and, counted on from that, one for each vocabulary entry.
     starts_B = _mix(seeds_B + (positions_B + 1) * _GOLDEN)
     counts_V = torch.arange(1, vocab + 1, device=seeds_B.device) * _GOLDEN
     words_BV = _mix(starts_B[:, None] + counts_V)
@@ -124,10 +124,10 @@ def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
 
 
 class Sampler:
-    """Chooses tokens from logits: temperature, then top-k, then top-p, then noise.
+    """Chooses tokens from logits: temperature, then top-k, then top-p, then Gumbel noise.
 
-    The order is that of transformers and vLLM. `top_k` 1 is greedy decoding without noise, so the
-    first of equal logits is taken.
+    The order is that of transformers and vLLM. With `top_k` 1 it decodes greedily and without noise,
+    so it takes the first of equal logits.
     """
 
     def __init__(self, temperature: float, top_k: int = 0, top_p: float = 1.0) -> None:
@@ -147,7 +147,7 @@ class Sampler:
         Returns (scores fp32[B, V], log-probs fp32[B]). The log-probs are those before top-k and
         top-p, as training computes them.
         """
-        # A token is a sign of life.
+        # Each token shows the watcher that this rank does not hang.
         alive()
         scores_BV = logits_BV.float() / self.temperature
         kept_BV = scores_BV
@@ -163,9 +163,10 @@ class Sampler:
 
 
 class NoisyLogits(LogitsProcessor):
-    """A Sampler for one call of `generate`, which then decodes greedily.
+    """Applies a Sampler in one call of `generate`, which takes the argmax of what this returns.
 
-    `log_probs`: fp32[B] of each step so far.
+    Attributes:
+        log_probs: fp32[B] for each token so far.
     """
 
     supports_continuous_batching = False
@@ -184,8 +185,8 @@ class NoisyLogits(LogitsProcessor):
         return noisy_BV
 
 
-class Endings:
-    """What ends a completion: one of `token_ids`, or a text of `stop` in what was generated.
+class StopRules:
+    """Decides when a completion ends: with a token of `token_ids`, or once it contains a text of `stop`.
 
     A stop text may begin and end within a token.
     """
@@ -194,12 +195,13 @@ class Endings:
         self.token_ids = token_ids
         self.stop = stop
         self.tokenizer = tokenizer
-        # The most tokens that a stop text may span: each holds at least one byte of it.
+        # A stop text spans at most as many tokens as it has bytes: each token has one of them or more.
         longest_stop = max((len(text.encode()) for text in stop), default=0)
+        # The number of last tokens that have to be decoded to find a stop text.
         self.tail = longest_stop + SPARE_TAIL_TOKENS
 
-    def after(self, tokens: list[int]) -> bool:
-        """Return whether the last of `tokens`, which were generated so far, is the end."""
+    def is_met(self, tokens: list[int]) -> bool:
+        """Return whether a completion ends after `tokens`, the last `tail` or more of its tokens."""
         if tokens[-1] in self.token_ids:
             return True
         if not self.stop:
@@ -210,80 +212,86 @@ class Endings:
         return any(stop in text for stop in self.stop)
 
 
-class AtEndings(StoppingCriteria):
-    """Endings for one call of `generate`.
-
-    `lengths`: tokens of each row's completion; None while the row goes on.
+class StopCriteria(StoppingCriteria):
+    """Applies StopRules in one call of `generate`.
 
     With `is_late` the host reads each token one step late. Meanwhile the GPU computes the next token,
-    which is dropped if the row had ended. `generate` asks `goes_on` whether to continue, in place of
-    the tensor that `__call__` returns, since reading a tensor would wait for the GPU.
+    which is dropped if the row had ended. `generate` asks `should_continue`, in place of the tensor
+    that `__call__` returns, since reading a tensor would wait for the GPU.
+
+    Attributes:
+        lengths: The number of tokens of each row's completion; None while the row goes on.
+        generated: The number of tokens of each row that the device has been asked for.
+        read_back: The number of tokens of each row that the host has read, at most `generated`.
+        ended_B: bool, whether each row has ended, on the host.
     """
 
     def __init__(
-        self, endings: Endings, rows: int, prompt_width: int, most: int, is_late: bool
+        self, rules: StopRules, rows: int, prompt_width: int, max_new_tokens: int, is_late: bool
     ) -> None:
         """Set up for one batch.
 
         Args:
-            endings: What ends a completion.
-            rows: Of the batch.
-            prompt_width: Tokens of each row before its completion, with padding.
-            most: Tokens that a completion may have at most.
+            rules: Decide when a completion ends.
+            rows: Number of rows of the batch.
+            prompt_width: Number of tokens of each row before its completion, padding included.
+            max_new_tokens: The most tokens of a completion.
             is_late: Whether tokens are read one step late.
         """
-        self.endings = endings
+        self.rules = rules
         self.prompt_width = prompt_width
-        self.most = most
+        self.max_new_tokens = max_new_tokens
         self.is_late = is_late
         self.lengths: list[int | None] = [None] * rows
-        self.made = 0
-        self.seen = 0
-        self.have_ended = torch.zeros(
+        self.generated = 0
+        self.read_back = 0
+        self.ended_B = torch.zeros(
             rows, dtype=torch.bool, pin_memory=is_late and torch.cuda.is_available()
         )
-        self.on_their_way: list[AsyncHostCopy] = []
-        self.tails: list[list[int]] = [[] for _ in range(rows)]
+        # Copies of tokens to the host that are not read yet, the oldest first.
+        self._pending_copies: list[AsyncHostCopy] = []
+        # The last tokens of each row, as many as `rules` read.
+        self._tails: list[list[int]] = [[] for _ in range(rows)]
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self.made = input_ids.shape[1] - self.prompt_width
-        self.on_their_way.append(AsyncHostCopy(input_ids[:, -1]))
-        while len(self.on_their_way) > int(self.is_late):
+        self.generated = input_ids.shape[1] - self.prompt_width
+        self._pending_copies.append(AsyncHostCopy(input_ids[:, -1]))
+        while len(self._pending_copies) > int(self.is_late):
             self._read()
-        return self.have_ended.to(input_ids.device, non_blocking=True)
+        return self.ended_B.to(input_ids.device, non_blocking=True)
 
-    def goes_on(self, *_: Any, **__: Any) -> bool:
-        """Return whether another token is needed.
-
-        Replaces transformers' own question to the device.
-        """
-        return self.made < self.most and None in self.lengths
+    def should_continue(self, *_: Any, **__: Any) -> bool:
+        """Return whether another token is needed, without waiting for the device."""
+        return self.generated < self.max_new_tokens and None in self.lengths
 
     def read_all(self) -> None:
         """Read the tokens whose copies to the host are still under way."""
-        while self.on_their_way:
+        while self._pending_copies:
             self._read()
 
     def _read(self) -> None:
-        """Read the oldest token of each row that is under way, and note which rows it ends."""
-        tokens_B = self.on_their_way.pop(0).read()
-        self.seen += 1
+        """Read the oldest pending token of each row, and note which rows it ends."""
+        tokens_B = self._pending_copies.pop(0).read()
+        self.read_back += 1
         for row, token in enumerate(tokens_B.tolist()):
             if self.lengths[row] is not None:
                 continue
             # Only the end of the text can have become a stop text.
-            tail = [*self.tails[row], token][-self.endings.tail :]
-            self.tails[row] = tail
-            if self.endings.after(tail):
-                self.lengths[row] = self.seen
-                self.have_ended[row] = True
+            tail = [*self._tails[row], token][-self.rules.tail :]
+            self._tails[row] = tail
+            if self.rules.is_met(tail):
+                self.lengths[row] = self.read_back
+                self.ended_B[row] = True
 
 
 class Generator(Protocol):
     """Samples completions.
 
-    What is sampled depends on (seed of the run, `step`, request) alone: not on the other requests, and
+    A completion depends on (seed of the run, `step`, request) alone: not on the other requests, and
     not on the ranks.
+
+    A new generator needs this class, a config class in `config.rollouts`, a branch in
+    `build.build_generator`, and `build._change_options` and `SamplerCheck._fix` must know it.
     """
 
     def generate(self, requests: list[Request], step: int) -> list[Completion]:
@@ -298,11 +306,6 @@ class HFGenerator:
 
     It takes `config.batch` prompts of similar length at once, padded on the left. A prompt that is
     completed several times is computed once.
-
-    `model`: a causal LM that is whole on one device, the trainable one or a copy. It is in eval mode
-    while it generates, and restored afterwards.
-    `autocast`: the type it computes in, if that is not the type of its weights (a trainable model under
-    bf16).
     """
 
     def __init__(
@@ -313,11 +316,22 @@ class HFGenerator:
         seed: int,
         autocast: torch.dtype | None = None,
     ) -> None:
+        """Store the settings.
+
+        Args:
+            config: The section `algorithm.generator`.
+            model: A causal LM that is whole on one device: the trainable model or a copy. It is in
+                eval mode while it generates, and restored afterwards.
+            tokenizer: The tokenizer of the policy.
+            seed: The seed of the run.
+            autocast: The type that matrix products are cast to, for a trainable model that computes
+                in bf16 or fp16; None: the model computes in the type of its weights.
+        """
         self.config = config
         self.model = model
         self.seed = seed
         self.autocast = autocast
-        self.endings = Endings(end_tokens(model, tokenizer), config.stop, tokenizer)
+        self.stop_rules = StopRules(end_tokens(model, tokenizer), config.stop, tokenizer)
         self.sampler = Sampler(config.temperature, config.top_k, config.top_p)
         self.pad = tokenizer.pad_token_id
         if self.pad is None:
@@ -329,19 +343,19 @@ class HFGenerator:
 
         Raises DataError for an empty prompt, PlanError for one that leaves too few positions.
         """
-        require_room(requests, self.config.max_new_tokens, positions(self.model))
+        require_room(requests, self.config.max_new_tokens, max_positions(self.model))
         # The longest come first, so that a batch which does not fit in memory fails at once.
         longest_first = sorted(range(len(requests)), key=lambda index: -len(requests[index].tokens))
         completions: dict[int, Completion] = {}
-        with generating(self.model):
+        with generation_mode(self.model):
             for start in range(0, len(requests), self.config.batch):
                 indices = longest_first[start : start + self.config.batch]
                 batch = [requests[index] for index in indices]
-                sampled = self._batch(batch, step)
+                sampled = self._generate_batch(batch, step)
                 completions |= zip(indices, sampled, strict=True)
         return [completions[index] for index in range(len(requests))]
 
-    def _batch(self, requests: list[Request], step: int) -> list[Completion]:
+    def _generate_batch(self, requests: list[Request], step: int) -> list[Completion]:
         """Return a completion for each of the requests, which are computed as one batch."""
         device = self.model.device
         width = max(len(request.tokens) for request in requests)
@@ -350,7 +364,7 @@ class HFGenerator:
         mask = []
         for request in requests:
             length = len(request.tokens)
-            # On the left, so that all rows go on at the same place.
+            # Padding is on the left, so that the next token of every row has the same column.
             padding = width - length
             ids.append([self.pad] * padding + request.tokens)
             mask.append([0] * padding + [1] * length)
@@ -359,34 +373,34 @@ class HFGenerator:
         mask_BT = copy_to_device(device, torch.tensor(mask))
         seeds_B = copy_to_device(device, torch.tensor(seeds))
         noise = NoisyLogits(self.sampler, seeds_B, width)
-        most = self.config.max_new_tokens
+        max_new_tokens = self.config.max_new_tokens
         is_late = device.type == "cuda"
-        ends = AtEndings(self.endings, len(requests), width, most, is_late)
+        criteria = StopCriteria(self.stop_rules, len(requests), width, max_new_tokens, is_late)
         generation_config = GenerationConfig(
-            max_new_tokens=most,
+            max_new_tokens=max_new_tokens,
             do_sample=False,
             use_cache=True,
             pad_token_id=self.pad,
         )
         with (
             torch.autocast(device.type, self.autocast, enabled=self.autocast is not None),
-            ask_the_host(self.model, ends.goes_on),
+            ask_the_host(self.model, criteria.should_continue),
             known_padding(is_padded),
         ):
             out_BT = self.model.generate(
                 ids_BT,
                 attention_mask=mask_BT,
-                **self._prefix(requests, ids_BT, mask_BT),
+                **self._prefill_shared_prompts(requests, ids_BT, mask_BT),
                 generation_config=generation_config,
                 logits_processor=[noise],
-                stopping_criteria=[ends],
+                stopping_criteria=[criteria],
                 synced_gpus=False,  # each rank has a whole model and its own number of tokens
             )
-        ends.read_all()
+        criteria.read_all()
         log_probs = torch.stack(noise.log_probs, 1).tolist()
         tokens = out_BT[:, width:].tolist()
         completions = []
-        for row, ended_at in enumerate(ends.lengths):
+        for row, ended_at in enumerate(criteria.lengths):
             # A row that has ended is filled until the last row ends.
             kept = ended_at or out_BT.shape[1] - width
             has_ended = ended_at is not None
@@ -394,30 +408,31 @@ class HFGenerator:
             completions.append(completion)
         return completions
 
-    def _prefix(
+    def _prefill_shared_prompts(
         self, requests: list[Request], ids_BT: torch.Tensor, mask_BT: torch.Tensor
     ) -> dict[str, Any]:
-        """Return arguments of `generate` with the KV cache of prompts that come several times.
+        """Return the argument `past_key_values` of `generate`, if prompts are repeated in a batch.
 
-        Each distinct prompt is computed once, all but its last token, and its cache is repeated for
-        its requests. Empty if no prompt is repeated, or if a layer keeps anything but keys and
-        values.
+        Each distinct prompt is computed once, all but its last token, and its KV cache is repeated for
+        its requests. Returns no argument if no prompt is repeated, or if a layer's cache has anything
+        but keys and values.
 
         Args:
-            requests: Of one batch.
-            ids_BT: Their tokens, padded on the left.
-            mask_BT: 1 for a token, 0 for padding.
+            requests: The requests of one batch.
+            ids_BT: int64, the tokens of their prompts, padded on the left.
+            mask_BT: int64, 1 for a token and 0 for padding.
         """
-        number_of: dict[tuple[int, ...], int] = {}
-        first_rows: list[int] = []  # of each distinct prompt
+        # Distinct prompts are numbered in the order of their first rows.
+        numbers: dict[tuple[int, ...], int] = {}
+        first_rows: list[int] = []
         prompt_B: list[int] = []
         for row, request in enumerate(requests):
             tokens = tuple(request.tokens)
-            if tokens not in number_of:
-                number_of[tokens] = len(number_of)
+            if tokens not in numbers:
+                numbers[tokens] = len(numbers)
                 first_rows.append(row)
-            prompt_B.append(number_of[tokens])
-        is_repeated = len(number_of) < len(requests)
+            prompt_B.append(numbers[tokens])
+        is_repeated = len(numbers) < len(requests)
         if not is_repeated or ids_BT.shape[1] == 1:
             return {}
         cache = DynamicCache(config=self.model.config)
@@ -433,7 +448,7 @@ class HFGenerator:
             "past_key_values": cache,
             "use_cache": True,
         }
-        # Not all decoders have positions. Padding on the left must not shift those of the tokens.
+        # Not all decoders take positions. Padding on the left must not shift the tokens' positions.
         if "position_ids" in inspect.signature(decoder.forward).parameters:
             inputs["position_ids"] = (mask_UT.cumsum(1) - 1).clamp(min=0)
         decoder(**inputs)
@@ -444,11 +459,11 @@ class HFGenerator:
 def assign_requests(requests: list[Request], ranks: int) -> list[list[int]]:
     """Return for each rank the indices of the requests that it takes. Each request goes to one rank.
 
-    Every rank computes the same. All requests of a prompt stay together if the number of distinct
-    prompts is a multiple of `ranks`, so that each prompt is computed once. The longest prompts are
-    assigned first, each to the rank with the fewest prompt tokens so far (longest processing time
-    first, Graham 1969: within 4/3 of the best balance). Among ranks with equal tokens the one with the
-    fewest requests is next, so equal prompts go round.
+    Every rank computes the same assignment. All requests of a prompt stay together if the number of
+    distinct prompts is a multiple of `ranks`, so that each prompt is computed once. The longest prompts
+    are assigned first, each to the rank with the fewest prompt tokens so far (longest processing time
+    first, Graham 1969: within 4/3 of the best balance). Among ranks with equal tokens, the rank with
+    the fewest requests is next, so prompts of equal length are spread evenly.
     """
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for index, request in enumerate(requests):
@@ -463,31 +478,31 @@ def assign_requests(requests: list[Request], ranks: int) -> list[list[int]]:
         return len(requests[part[0]].tokens)
 
     parts.sort(key=lambda part: -prompt_length(part))
-    shares: list[list[int]] = [[] for _ in range(ranks)]
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
     # A heap of (tokens, requests, rank): its first entry is the rank that is next.
     loads = [(0, 0, rank) for rank in range(ranks)]
     for part in parts:
         tokens, count, rank = loads[0]
-        shares[rank] += part
+        assigned[rank] += part
         tokens += len(part) * prompt_length(part)
         count += len(part)
         heapq.heapreplace(loads, (tokens, count, rank))
-    return shares
+    return assigned
 
 
 def generate_together(generator: Generator, requests: list[Request], step: int) -> list[Completion]:
     """Return the completions of all requests, in their order, on every rank.
 
-    Collective; see SharedSampling.
+    Collective; see DistributedSampling.
     """
-    return SharedSampling(generator, requests, step).result
+    return DistributedSampling(generator, requests, step).result
 
 
-class SharedSampling:
-    """The sampling of a list of requests that all ranks of a run share out.
+class DistributedSampling:
+    """Samples a list of requests on all ranks of a run, each request on one rank.
 
-    Every rank gives the same `requests` and samples its share of them, at once or in a thread.
-    `result` has the completions of all ranks.
+    Every rank passes the same `requests` and samples those that are assigned to it, at once or in a
+    thread. `result` has the completions of all ranks.
     """
 
     def __init__(
@@ -496,15 +511,16 @@ class SharedSampling:
         """Begin to sample.
 
         Args:
-            generator: Of this rank.
+            generator: The generator of this rank.
             requests: The requests of all ranks; the same list on every rank.
-            step: Of the run; random numbers depend on it.
+            step: The optimizer step of the run; random numbers depend on it.
             in_background: Sample in a thread, and return at once.
         """
         rank, ranks = rank_and_world_size()
-        self.shares = assign_requests(requests, ranks)
-        self._own: Future[list[Completion]] = Future()
-        own_requests = [requests[index] for index in self.shares[rank]]
+        # For each rank the indices of its requests.
+        self.assigned = assign_requests(requests, ranks)
+        self._own_completions: Future[list[Completion]] = Future()
+        own_requests = [requests[index] for index in self.assigned[rank]]
         if not in_background:
             self._sample(generator, own_requests, step)
             return
@@ -518,25 +534,26 @@ class SharedSampling:
         thread.start()
 
     def _sample(self, generator: Generator, requests: list[Request], step: int) -> None:
-        """Sample this rank's share; an error is raised once the result is read."""
+        """Sample this rank's requests; `result` raises an error again."""
         try:
-            self._own.set_result(generator.generate(requests, step))
+            self._own_completions.set_result(generator.generate(requests, step))
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
-            self._own.set_exception(error)
+            self._own_completions.set_exception(error)
 
     def wait(self) -> None:
-        """Wait until this rank's share is sampled, or has failed."""
-        wait([self._own])
+        """Wait until this rank's requests are sampled, or sampling has failed."""
+        wait([self._own_completions])
 
     @cached_property
     def result(self) -> list[Completion]:
         """All completions, in the order of the requests, on every rank. Collective.
 
-        Raises what sampling raised.
+        If sampling failed on this rank, its error is raised here. The other ranks then wait until the
+        launcher ends them because this rank has ended, as for any error of one rank.
         """
         completions: dict[int, Completion] = {}
-        of_ranks = from_all(self._own.result())
-        for indices, sampled in zip(self.shares, of_ranks, strict=True):
+        completions_of_ranks = from_all(self._own_completions.result())
+        for indices, sampled in zip(self.assigned, completions_of_ranks, strict=True):
             completions |= zip(indices, sampled, strict=True)
         return [completions[index] for index in range(len(completions))]
 
@@ -551,18 +568,19 @@ def rank_and_world_size() -> tuple[int, int]:
 class InferenceCopy:
     """A whole model to sample from, beside a trainable one that is sharded over ranks.
 
-    It is a plain Hugging Face model in the compute type. Before each rollout it is filled anew, one
-    parameter after the other.
+    It is a plain Hugging Face model in the compute type. Before each rollout the new weights are copied
+    into it, one parameter after the other.
 
-    It stays allocated between rollouts. Its memory is one weight in the compute type for each of the
-    model's. Freeing it would help only the optimizer's step, which has its memory already, and would
-    cost an allocation for each rollout.
+    It costs one copy of all weights in the compute type, and stays allocated between rollouts. Freeing
+    it would help only the optimizer's step, which has its memory already, and would cost an allocation
+    for each rollout.
     """
 
     def __init__(self, build: Callable[[], Any]) -> None:
-        """`build` makes the whole model on this rank's device.
+        """Build the model.
 
-        With an adapter it has PEFT's layers and names.
+        `build`: returns the whole model on this rank's device; with an adapter it has PEFT's layers
+        and names.
         """
         self.model = build()
         self.model.requires_grad_(False)
@@ -571,27 +589,30 @@ class InferenceCopy:
 
     @torch.no_grad()
     def refresh(self, weights: Weights) -> None:
-        """Copy all weights of `Engine.whole_weights`. Collective if that is.
+        """Copy all weights, which `Engine.whole_weights` yields. Collective, as that is.
 
-        Tied weights may come once. Raises ModelError, after the last weight, for a name or shape that
-        the copy does not have, and for a weight that did not come.
+        Tied weights may be yielded once. Raises ModelError, after the last weight, for a name or shape
+        that the copy does not have, and for a weight that is missing.
         """
         misfits: list[str] = []
         arrived: set[int] = set()
-        # All weights are taken even if one does not fit: the other ranks go on.
+        # All weights are taken even if one does not fit: the iterator is collective, and the other
+        # ranks go on.
         for name, tensor in weights:
             own = self.tensors.get(name)
             if own is None:
-                misfits.append(f"{name} {tuple(tensor.shape)} against nothing")
+                misfits.append(f"the copy has no {name} {tuple(tensor.shape)}")
                 continue
             if own.shape != tensor.shape:
-                misfits.append(f"{name} {tuple(tensor.shape)} against {tuple(own.shape)}")
+                misfits.append(
+                    f"{name} is {tuple(tensor.shape)}, and {tuple(own.shape)} in the copy"
+                )
                 continue
             own.copy_(tensor)
             arrived.add(own.data_ptr())
         for name, own in self.tensors.items():
             if own.numel() and own.data_ptr() not in arrived:
-                misfits.append(f"{name} did not come")
+                misfits.append(f"{name} is missing")
         if misfits:
             what = f"the weights do not fit the copy that rollouts are sampled from: {misfits[0]} ({len(misfits)} such)"
             raise ModelError(what, where="model")
@@ -600,8 +621,8 @@ class InferenceCopy:
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     """Return all token ids that end a text.
 
-    They are those of the tokenizer, its chat template and the model's generation config; chat models
-    have several.
+    They come from the tokenizer, its chat template and the model's generation config; chat models have
+    several.
     """
     ids = set(end_ids(tokenizer))
     of_model = getattr(model.generation_config, "eos_token_id", None)
@@ -612,16 +633,16 @@ def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(ids)
 
 
-def positions(model: Any) -> int | None:
-    """Return how many tokens a sequence may have; None if there is no limit."""
+def max_positions(model: Any) -> int | None:
+    """Return the most tokens that a sequence of the model may have; None if there is no limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def require_room(requests: list[Request], new: int, positions: int | None) -> None:
-    """Check that every prompt can be completed by `new` tokens.
+def require_room(requests: list[Request], new_tokens: int, positions: int | None) -> None:
+    """Check that every prompt can be completed by `new_tokens` tokens.
 
-    Raises DataError for an empty prompt, PlanError if a prompt and `new` tokens are more than the
-    model's `positions` (None: no limit).
+    Raises DataError for an empty prompt, PlanError if a prompt and its completion may have more tokens
+    than the model's `positions` (None: no limit).
     """
     for request in requests:
         length = len(request.tokens)
@@ -634,18 +655,19 @@ def require_room(requests: list[Request], new: int, positions: int | None) -> No
         if positions is None:
             continue
         room = positions - length
-        if room < new:
-            what = f"a prompt of {length} tokens and max_new_tokens {new} are more than the model's {positions} positions"
+        if room < new_tokens:
+            what = f"a prompt of {length} tokens and max_new_tokens {new_tokens} are more than the model's {positions} positions"
             fix = f"at most {room}, or shorter prompts" if room > 0 else "shorter prompts"
             raise PlanError(what, where=f"{WHERE}.max_new_tokens", fix=fix)
 
 
 @contextlib.contextmanager
-def generating(model: Any) -> Iterator[None]:
+def generation_mode(model: Any) -> Iterator[None]:
     """Prepare the model to generate inside the block, and restore it afterwards.
 
-    It is in eval mode, uses a KV cache, and has an empty generation config: its own would fill in what
-    ours leaves open, for example a repetition penalty, which the log-probs of training do not have.
+    Inside the block it is in eval mode, uses a KV cache, and has an empty generation config. Its own
+    would add what ours leaves open, for example a repetition penalty, which the log-probs of training
+    do not have.
     """
     if not hasattr(model, "generate"):
         raise ModelError(

@@ -2,9 +2,9 @@
 
     rank ── guard ── rewards ── whatever a reward starts
 
-It ends what the rewards leave behind, and runs nothing of a user's. On Linux it is a subreaper: a
-daemon whose parents have ended becomes its child. So it is found and killed, however the rewards end
-and however the rank does. Elsewhere only processes that still have their parents are found.
+It kills the processes that the rewards leave behind, and runs no code of the user's. On Linux it is a
+subreaper: a daemon whose parents have ended becomes its child. So the daemon is found and killed,
+however the rewards and the rank end. On other systems only processes whose parents still run are found.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from drumline.system.process import adopt_orphans, die_with_parent, fork
 
 
 def main() -> None:
-    """Run the rewards as a child, kill the processes that they leave behind, and end as they ended."""
+    """Run the rewards as a child, kill what they leave behind, and exit with their exit code or signal."""
     parent = int(sys.argv[1])
     fd = int(sys.argv[2])
     signal.signal(signal.SIGTERM, _exit_on_signal)
@@ -52,7 +52,7 @@ def main() -> None:
 def _end_by_signal(number: int) -> None:
     """End this process by the signal that ended the rewards.
 
-    It leaves no core, which would show nothing.
+    It writes no core dump, which would show this process and not the rewards.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if number not in (signal.SIGKILL, signal.SIGSTOP):

@@ -1,7 +1,7 @@
 """The process that computes rewards, a child of `guard`. It imports no torch.
 
-It gets the rewards over its socket, answers once whether they were loaded, then answers one request
-at a time:
+It receives the rewards' settings over its socket, answers whether they could be loaded, then answers
+one request at a time:
 
     {"token": …, "index": which reward, "prompt": str, "completion": str, "meta": {}}
     →  {"token": …, "value": float}, {"token": …, "value": null} (it does not apply),
@@ -38,11 +38,11 @@ from drumline.system.redact import redact, redacted_streams, reveal
 NICENESS = 10
 LONGEST_REASON = 200
 FIX = "write module:function or file.py:function, or install the package that has it"
-# Tasks whose verifiers compare boards with ==. A board consists of tuples, which JSON has made lists.
+# Tasks whose verifiers compare boards with ==. A board is made of tuples, which JSON turned into lists.
 TUPLES = ("arc_agi", "rearc")
 # What marks a formula as LaTeX in an answer.
 LATEX_SIGNS = ("$", "\\boxed", "\\(", "\\[")
-# (prompt, completion, meta of the row) → anything; `_answer` makes a number of it.
+# Arguments: prompt, completion, meta of the row. May return anything; `_answer` checks it.
 Scorer = Callable[[str, str, dict[str, Any]], Any]
 
 
@@ -51,7 +51,7 @@ def main(fd: int) -> None:
     """Serve requests from the socket `fd` until its other end is closed."""
     os.nice(NICENESS)
     channel = Channel(socket.socket(fileno=fd))
-    # What a reward starts must not hold the socket open.
+    # Processes that a reward starts must not hold the socket open.
     channel.end.set_inheritable(False)
     try:
         scorers = _load_scorers(channel.receive())
@@ -74,7 +74,7 @@ def main(fd: int) -> None:
 
 
 def _load_scorers(task: dict[str, Any]) -> dict[int, Scorer]:
-    """Return index → scorer of the rewards in the first message. Raises as `scorer`."""
+    """Return index → scorer of the rewards in the first message. Raises the errors of `scorer`."""
     adapter = TypeAdapter(dict[int, Reward])
     rewards: dict[int, Reward] = adapter.validate_python(task["rewards"])
     base_dir = Path(task["base_dir"])
@@ -86,9 +86,10 @@ def _load_scorers(task: dict[str, Any]) -> dict[int, Scorer]:
 
 
 def _answer(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
-    """Return a number within ±LARGEST_REWARD, null if the reward does not apply, or why there is none.
+    """Return the answer to a request: `value`, a number or null, or `failure`, the reason.
 
-    Anything that float() takes by its own method counts as a number.
+    A number is anything with a method `__float__`, and must lie within ±LARGEST_REWARD. Null says that
+    the reward does not apply.
     """
     try:
         returned = score(request["prompt"], request["completion"], request["meta"])
@@ -114,7 +115,8 @@ def scorer(reward: Reward, base_dir: Path, where: str, columns: list[str] | None
         reward: The section of the config.
         base_dir: The folder that a function's file is relative to.
         where: The reward's key in the config, for errors.
-        columns: Those of the rows, if known; a function that requires others is refused.
+        columns: The columns of the rows; a function that requires others is refused. None: they are
+            not known.
 
     Raises ConfigError for a function that cannot be found or called.
     """
@@ -145,7 +147,7 @@ def _regex_scorer(reward: RegexReward) -> Scorer:
 def _function_scorer(
     reward: FunctionReward, base_dir: Path, where: str, columns: list[str] | None
 ) -> Scorer:
-    """Return a function that calls the user's, with the columns of the row that it accepts.
+    """Return a function that calls the user's function with the columns of the row that it accepts.
 
     Options of the config win over columns of the same name. Raises ConfigError.
     """
@@ -176,13 +178,13 @@ def _accepted_columns(
     """Return the names of the columns that a reward's function accepts; None: all.
 
     Args:
-        function: The user's.
-        path: Its path, as the config has it.
-        options: Its options in the config.
+        function: The user's function.
+        path: The path of the function in the config.
+        options: The options of the function in the config.
         where: The key of the path, for errors.
-        columns: Those of the rows; None: they are not known.
+        columns: The columns of the rows; None: they are not known.
 
-    Raises ConfigError if it cannot be called with prompt, completion, the options and the columns.
+    Raises ConfigError if the function cannot be called with prompt, completion, the options and the columns.
     """
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"{path} is async; a reward is a plain function", where=where)
@@ -240,25 +242,25 @@ def _task_scorer(reward: TaskReward) -> Scorer:
                 return 0.0
             answer = matches[-1]
         if name in TUPLES:
-            entry = _with_tuples(entry)
+            entry = _convert_to_tuples(entry)
         options = json.dumps(meta.get("options") or {})
         verifier = dataset(name, options)
         try:
             return verifier.score_answer(answer.strip(), entry)
         except Exception:  # noqa: BLE001 — a strange answer makes verifiers raise anything
-            # Raises as well if the answer is not the cause.
+            # The right answer raises, too, if the cause is not this answer but the entry.
             verifier.score_answer(entry["answer"], entry)
             return 0.0
 
     return score
 
 
-def _with_tuples(value: Any) -> Any:
+def _convert_to_tuples(value: Any) -> Any:
     """Return a JSON value with tuples in place of its lists."""
     if isinstance(value, dict):
-        return {key: _with_tuples(item) for key, item in value.items()}
+        return {key: _convert_to_tuples(item) for key, item in value.items()}
     if isinstance(value, list):
-        return tuple(_with_tuples(item) for item in value)
+        return tuple(_convert_to_tuples(item) for item in value)
     return value
 
 
@@ -269,15 +271,15 @@ def _math_scorer(reward: MathReward) -> Scorer:
     """
     from math_verify import parse, verify
 
-    # It warns of each call without its own alarm. Time is limited outside of this process.
+    # It warns at each call without a timeout. The rank limits the time of this process.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
     @lru_cache(maxsize=1024)
     def parse_gold(text: str) -> Any:
-        """Parse the right answer. Raises ValueError if it holds no formula.
+        """Parse the right answer. Raises ValueError if it has no formula.
 
-        A bare formula is LaTeX only between dollars. Without them, one number of it would be taken for
-        the whole.
+        math_verify parses a formula as LaTeX only between dollars. Without them it would take one
+        number of the formula for the whole.
         """
         texts = [text, f"${text}$"]
         if not any(sign in text for sign in LATEX_SIGNS):

@@ -1,9 +1,9 @@
 """Score episodes by the config's rewards, which separate processes compute. No torch.
 
-An episode is worth the sum of its rewards. If a reward raises, hangs, crashes or returns no number,
-it counts as NaN by itself and as 0 in the sum, and the reason is reported. A reward that returns None
-does not apply to the episode. A process that ended is replaced. The caller's process runs no code of
-the user's.
+An episode is worth the weighted sum of its rewards. A reward fails if it raises, hangs, crashes or
+returns no number. The episode's worth is then unknown (NaN), unless that reward has the weight 0, and
+the reason is reported. A reward that returns None does not apply to the episode. A process that ended
+is replaced. The caller's process runs no code of the user's.
 
 Messages go over a pair of sockets, one line of JSON each. A reward runs in the same process as the
 socket's other end and may write on it, so the caller does not trust what it reads.
@@ -45,38 +45,38 @@ from drumline.system.redact import reveal
 MOST_WORKERS = 4
 # Kind of a reward → the package that it needs.
 PACKAGES = {"task": "reasoning_gym", "math": "math_verify"}
-# The largest reward that counts, either side of 0. Statistics of rewards are made in fp32: squares of
-# such rewards, summed over a rollout, stay below its maximum of 3e38.
+# The largest absolute value of a reward. Statistics of rewards are made in fp32: squares of such rewards,
+# summed over a rollout, stay below its maximum of 3e38.
 LARGEST_REWARD = 1e15
-# The most bytes of an answer. A reward's value or its reason takes a few hundred.
+# The most bytes of an answer. A reward's value or the reason of its failure takes a few hundred.
 LONGEST_ANSWER = 2**20
-# Seconds in which a process must have imported what its rewards need, on a machine that is busy
-# training. A module that takes longer is taken to hang.
+# Seconds in which a process must have imported the modules of its rewards, on a machine that is busy
+# training. An import that takes longer counts as hung.
 START_SECONDS = 120.0
-# Seconds in which the guard must have ended all processes. It takes some hundredths.
+# Seconds in which the guard must have ended all processes, which takes some hundredths of a second.
 END_SECONDS = 10.0
-# Seconds that a process which is about to end by itself is waited for.
+# Seconds to wait for a process that is about to end by itself.
 EXIT_SECONDS = 1.0
 NOT_ITS_OWN = "wrote on a file descriptor that is not its own, or closed it"
 WHERE = "algorithm.rewards"
 
 
-class Rewarded(NamedTuple):
-    """What a reward gives for an episode."""
+class RewardResult(NamedTuple):
+    """The result of one reward for one episode."""
 
-    # NaN if it does not apply, and if it failed.
+    # Without its weight; NaN if the reward does not apply, and if it failed.
     value: float
-    # Why it failed; None if it did not.
+    # The reason why it failed; None if it did not.
     failure: str | None = None
 
 
 @dataclass(frozen=True)
-class Item:
-    """One episode to be scored."""
+class EpisodeText:
+    """An episode as text, as rewards read it."""
 
     prompt: str
     completion: str
-    # Length of the completion.
+    # Number of tokens of the completion.
     tokens: int
     # The other columns of the prompt's row. A prompt of a reasoning-gym task has `task` (its name),
     # `options` (of the task) and `entry` (question, answer, metadata).
@@ -84,10 +84,10 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """What one episode is worth."""
+class EpisodeScore:
+    """The results of all rewards for one episode."""
 
-    # The weighted sum of the parts that are numbers.
+    # The weighted sum of the rewards that apply; NaN if one of them failed, unless its weight is 0.
     value: float
     # Reward name → value without its weight, NaN if it failed or does not apply.
     parts: dict[str, float]
@@ -98,10 +98,10 @@ class Scored:
 
 
 def reward_names(configs: Sequence[Reward]) -> list[str]:
-    """Return what each reward is called in events.
+    """Return the name of each reward in events.
 
-    It is its `name`, else the name of its function or its kind. A second one of the same name is
-    `name.2`.
+    It is the reward's `name`, else the name of its function, else its kind. A second reward of the
+    same name is called `name.2`.
     """
     names: list[str] = []
     for config in configs:
@@ -120,11 +120,11 @@ def reward_names(configs: Sequence[Reward]) -> list[str]:
     return names
 
 
-def require(configs: Sequence[Reward]) -> None:
-    """Check that the rewards' packages and variables are there, without importing anything.
+def require_installed(configs: Sequence[Reward]) -> None:
+    """Check that the rewards' packages and environment variables exist, without importing anything.
 
-    Raises EnvironmentFault for a missing package, ConfigError for a variable of their options that is
-    not set. The variables' values are redacted from now on, because reasons may show them.
+    Raises EnvironmentFault for a missing package, ConfigError for a variable in a reward's options
+    that is not set. The variables' values are redacted from now on, because reasons may show them.
     """
     for index, config in enumerate(configs):
         where = f"algorithm.rewards[{index}]"
@@ -133,18 +133,18 @@ def require(configs: Sequence[Reward]) -> None:
         reveal(getattr(config, "options", {}), f"{where}.options")
 
 
-def check(
+def check_importable(
     configs: Sequence[Reward], base_dir: Path, columns: Collection[str] | None = None
 ) -> None:
-    """Check that the rewards can be computed, before anything is started for training.
+    """Check that functions can be imported and called, and that rows have the columns they read.
 
     Functions are imported in a process that is ended again, because an import may hang or crash.
-    `require` is called before this.
+    `require_installed` is called before this.
 
     Args:
         configs: The rewards of the config.
         base_dir: The folder of the YAML.
-        columns: Those of the rows, if known.
+        columns: The columns that all rows have; None if they are not known.
 
     Raises ConfigError or EnvironmentFault.
     """
@@ -158,11 +158,13 @@ def check(
         sorted_columns = None
         if columns is not None:
             sorted_columns = sorted(columns)
-        RewardProcess(functions, base_dir, sorted_columns).kill()
+        process = RewardProcess(functions, base_dir, sorted_columns)
+        process.wait_until_ready()
+        process.kill()
 
 
 def _check_columns(config: Reward, where: str, columns: Collection[str]) -> None:
-    """Raise ConfigError if the rows lack a column that a reward reads."""
+    """Raise ConfigError if the rows lack a column that a reward of kind task or math reads."""
     if isinstance(config, TaskReward) and not {"task", "entry"} <= set(columns):
         raise ConfigError(
             "a reward of kind task needs prompts of reasoning-gym tasks",
@@ -170,8 +172,8 @@ def _check_columns(config: Reward, where: str, columns: Collection[str]) -> None
             fix="take rows of `kind: tasks`, or another reward",
         )
     if isinstance(config, MathReward) and config.column not in columns:
-        there = ", ".join(sorted(columns)) or "none"
-        what = f"no row has a column {config.column!r}; there are: {there}"
+        existing = ", ".join(sorted(columns)) or "none"
+        what = f"no row has a column {config.column!r}; there are: {existing}"
         raise ConfigError(what, where=f"{where}.column")
 
 
@@ -179,6 +181,11 @@ class Rewards:
     """The rewards of a run, on one rank.
 
     Processes start at once, while the caller goes on. They end with `close`, or with the caller.
+
+    A new kind of reward needs a config class in `config.rollouts` and a branch in
+    `reward_worker.scorer`; a package that it needs belongs in `PACKAGES`, and columns that it reads in
+    `_check_columns`. If it can be computed in this process, it has a branch in `_compute` instead and
+    is left out of `isolated`.
     """
 
     def __init__(
@@ -191,10 +198,11 @@ class Rewards:
             base_dir: The folder of the YAML.
             workers: Number of processes; None: see `_default_workers`.
         """
-        require(configs)
+        require_installed(configs)
         self.configs = list(configs)
         self.names = reward_names(configs)
         self.base_dir = base_dir
+        # Rewards that the processes compute, by their index in the config's list.
         self.isolated: dict[int, Reward] = {}
         for index, config in enumerate(configs):
             if not isinstance(config, LengthReward | ModelReward):
@@ -202,7 +210,7 @@ class Rewards:
         processes = workers or _default_workers()
         # A thread for each worker: it starts the process, sends its requests, and replaces it.
         self._pool = ThreadPoolExecutor(processes, thread_name_prefix="reward")
-        self._of_thread = threading.local()
+        self._thread_local = threading.local()
         self._workers: set[RewardProcess] = set()
         self._closed = False
         if self.isolated:
@@ -217,7 +225,7 @@ class Rewards:
         self.close()
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes, also those that are still importing."""
         self._closed = True
         for worker in list(self._workers):
             worker.process.terminate()
@@ -226,40 +234,43 @@ class Rewards:
             worker.kill()
 
     def score(
-        self, items: Sequence[Item], given: Mapping[str, Sequence[float]] | None = None
-    ) -> list[Scored]:
-        """Return what each item is worth, in their order.
+        self,
+        episodes: Sequence[EpisodeText],
+        model_scores: Mapping[str, Sequence[float]] | None = None,
+    ) -> list[EpisodeScore]:
+        """Return the score of each episode, in their order.
 
         Args:
-            items: The episodes.
-            given: The values of rewards of kind model, by name of the reward, each as long as
-                `items`.
+            episodes: The episodes.
+            model_scores: Name of a reward of kind model → its value for each episode.
 
         Raises EnvironmentFault if no process can be started.
         """
-        given_of_items: list[dict[str, float]] = [{} for _ in items]
-        for name, values in (given or {}).items():
-            for index, given_of_item in enumerate(given_of_items):
-                given_of_item[name] = float(values[index])
-        # The most seconds of an item: each reward may time out, and its process be started again.
+        scores_of_episodes: list[dict[str, float]] = [{} for _ in episodes]
+        for name, values in (model_scores or {}).items():
+            for index, scores_of_episode in enumerate(scores_of_episodes):
+                scores_of_episode[name] = float(values[index])
+        # The most seconds of an episode: each reward may time out, and its process be started again.
         timeouts = sum(config.timeout_seconds for config in self.isolated.values())
         granted = 2 * (START_SECONDS + timeouts)
-        scored = []
+        scores = []
         heartbeat.alive(granted)
-        for score in self._pool.map(self._score_item, items, given_of_items):
+        for score in self._pool.map(self._score_episode, episodes, scores_of_episodes):
             heartbeat.alive(granted)
-            scored.append(score)
-        return scored
+            scores.append(score)
+        return scores
 
-    def _score_item(self, item: Item, given: Mapping[str, float]) -> Scored:
-        """Compute all rewards of an item in turn, the isolated ones in this thread's process."""
+    def _score_episode(
+        self, episode: EpisodeText, model_scores: Mapping[str, float]
+    ) -> EpisodeScore:
+        """Compute all rewards of an episode in turn, the isolated ones in this thread's process."""
         parts = {}
         failures = {}
         total = 0.0
         applies = not any(_tells_good_answers(config) for config in self.configs)
         for index, name in enumerate(self.names):
             config = self.configs[index]
-            value, failure = self._compute(index, item, given)
+            value, failure = self._compute(index, episode, model_scores)
             weighted = config.weight * value
             if failure is None and abs(weighted) > LARGEST_REWARD:
                 value = math.nan
@@ -272,41 +283,51 @@ class Rewards:
             applies = applies or _tells_good_answers(config)
             if failure is None:
                 total += weighted
-            else:
-                failures[name] = failure
-        return Scored(total, parts, failures, applies)
+                continue
+            failures[name] = failure
+            # A reward of weight 0 is only a metric: without it the sum is still known.
+            if config.weight != 0:
+                total = math.nan
+        return EpisodeScore(total, parts, failures, applies)
 
-    def _compute(self, index: int, item: Item, given: Mapping[str, float]) -> Rewarded:
-        """Return what one reward gives for an item, without its weight."""
+    def _compute(
+        self, index: int, episode: EpisodeText, model_scores: Mapping[str, float]
+    ) -> RewardResult:
+        """Return the result of one reward for an episode."""
         config = self.configs[index]
         if isinstance(config, LengthReward):
-            return Rewarded(length_penalty(item.tokens, config.free, config.limit))
+            return RewardResult(length_penalty(episode.tokens, config.free, config.limit))
         if isinstance(config, ModelReward):
-            value = given[self.names[index]]
+            value = model_scores[self.names[index]]
             if math.isfinite(value):
-                return Rewarded(value)
-            return Rewarded(math.nan, f"returned {value}")
+                return RewardResult(value)
+            return RewardResult(math.nan, f"returned {value}")
         if self._closed:
             raise RuntimeError("the rewards were closed while they were computed")
         return self._worker().score(
-            index, item.prompt, item.completion, item.meta, config.timeout_seconds
+            index, episode.prompt, episode.completion, episode.meta, config.timeout_seconds
         )
 
     def _worker(self) -> RewardProcess:
         """Return this thread's process, which is started anew if it has ended."""
-        worker: RewardProcess | None = getattr(self._of_thread, "worker", None)
+        worker: RewardProcess | None = getattr(self._thread_local, "worker", None)
         if worker is not None and worker.is_alive:
             return worker
         if worker is not None:
             self._workers.discard(worker)
         worker = RewardProcess(self.isolated, self.base_dir)
-        self._of_thread.worker = worker
+        self._thread_local.worker = worker
+        # Before it is ready: `close` ends it in the middle of an import, too.
         self._workers.add(worker)
+        if self._closed:
+            worker.kill()
+            raise RuntimeError("the rewards were closed while a process was started")
+        worker.wait_until_ready()
         return worker
 
 
 def _default_workers() -> int:
-    """Return one process for each core that this rank may count as its own, at most MOST_WORKERS."""
+    """Return this rank's share of the cores, at least 1 and at most MOST_WORKERS."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     own_cores = usable_cores() // local_ranks
     return max(1, min(MOST_WORKERS, own_cores))
@@ -321,19 +342,19 @@ def _tells_good_answers(config: Reward) -> bool:
 
 
 def length_penalty(tokens: int, free: int, limit: int) -> float:
-    """Return the penalty for a completion of `tokens`.
+    """Return the penalty for the length of a completion of `tokens` tokens.
 
-    It is 0 up to `free` tokens, then falls linearly to −1 at `limit` (DAPO, Yu et al. 2025, eq. 13).
+    It is 0 up to `free` tokens and falls linearly to −1 at `limit` tokens (DAPO, Yu et al. 2025, eq. 13).
     """
     excess = max(tokens - free, 0)
     return -min(excess / (limit - free), 1.0)
 
 
 def count_reasons(reasons: Iterable[str]) -> Counter[str]:
-    """Count the failures of a reward. Exceptions of one type and place are one group.
+    """Return reason → number of failures of a reward, with similar exceptions counted together.
 
     The text of an exception may differ from episode to episode (`<object at 0x7f…>`). So reasons that
-    begin with the same `raised TYPE in FILE:LINE` count together, under the first of them.
+    begin with the same `raised TYPE in FILE:LINE` are counted together, under the first of them.
     """
     labels: dict[str, str] = {}
     counts: Counter[str] = Counter()
@@ -347,11 +368,14 @@ def count_reasons(reasons: Iterable[str]) -> Counter[str]:
 
 
 class MalformedMessage(Exception):
-    """The bytes that were received are no message."""
+    """The bytes that were received are not a message."""
 
 
 class Channel:
-    """One end of the pair of sockets. `longest`: bytes of a message that is received; None: any."""
+    """One end of the pair of sockets.
+
+    `longest`: the most bytes of a message that is received; None: no limit.
+    """
 
     def __init__(self, end: socket.socket, longest: int | None = None) -> None:
         self.end = end
@@ -369,8 +393,8 @@ class Channel:
     def receive(self, seconds: float | None = None) -> dict[str, Any]:
         """Return the next message.
 
-        Raises TimeoutError if none comes within `seconds`, EOFError or OSError if the other end is gone,
-        MalformedMessage for what is no message.
+        Raises TimeoutError if no message comes within `seconds`, EOFError or OSError if the other end
+        is gone, MalformedMessage for bytes that are not a message.
         """
         line = self._receive_line(seconds)
         try:
@@ -382,8 +406,8 @@ class Channel:
         return message
 
     def _receive_line(self, seconds: float | None) -> bytes:
-        """Return the next line. Raises as `receive`."""
-        # For the whole line: a sender that writes a byte now and then must not keep us for ever.
+        """Return the next line. Raises the errors of `receive`."""
+        # The deadline is for the whole line, since a sender may write a byte now and then for ever.
         deadline = None
         if seconds is not None:
             deadline = time.monotonic() + seconds
@@ -406,7 +430,7 @@ class Channel:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether the other end is closed."""
+        """Whether the other end is closed."""
         try:
             self.end.settimeout(0)
             return self.end.recv(1, socket.MSG_PEEK) == b""
@@ -417,12 +441,12 @@ class Channel:
 
 
 class RewardProcess:
-    """A worker process that computes some rewards.
+    """A process that computes some rewards.
 
-    `rewards`: index in the config's list → reward. One thread starts the process and sends its
-    requests. It must outlive the process, because the kernel signals the guard when that thread ends
-    (`guard`). The guard, in a session of its own, ends the rewards and all processes that they have
-    started. Options go through the socket, because everybody can read a command line.
+    One thread starts the process and sends its requests. The thread must outlive the process, because
+    the kernel signals the guard (`rl.guard`) when that thread ends. The guard, in a session of its own,
+    ends the rewards and all processes that they have started. Options go through the socket, because
+    everybody can read a command line.
     """
 
     def __init__(
@@ -430,19 +454,19 @@ class RewardProcess:
         rewards: dict[int, Reward],
         base_dir: Path,
         columns: list[str] | None = None,
-        start_seconds: float = START_SECONDS,
     ) -> None:
-        """Start the process, and wait until it has imported everything.
+        """Start the process, which imports nothing yet; `wait_until_ready` comes next.
 
         Args:
             rewards: Index in the config's list → reward.
             base_dir: The folder of the YAML.
-            columns: Those of the rows, if functions are to be checked against them.
-            start_seconds: That the start may take.
+            columns: The columns of the rows, if functions are to be checked against them; else None.
 
-        Raises ConfigError or EnvironmentFault for what the worker refuses, EnvironmentFault if it
-        cannot be started.
+        Raises EnvironmentFault if it cannot be started.
         """
+        self.rewards = rewards
+        dumped = {index: reward.model_dump(mode="json") for index, reward in rewards.items()}
+        self.task = {"base_dir": str(base_dir), "columns": columns, "rewards": dumped}
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours, LONGEST_ANSWER)
         fd = theirs.fileno()
@@ -457,21 +481,27 @@ class RewardProcess:
             ) from error
         finally:
             theirs.close()
-        dumped = {index: reward.model_dump(mode="json") for index, reward in rewards.items()}
-        task = {"base_dir": str(base_dir), "columns": columns, "rewards": dumped}
+
+    def wait_until_ready(self, seconds: float = START_SECONDS) -> None:
+        """Have the process import everything, which may take `seconds`, and wait for it.
+
+        If that fails the process is killed. Raises ConfigError or EnvironmentFault for what the
+        worker refuses, EnvironmentFault if it ends or hangs.
+        """
         try:
-            self._start(task, rewards, start_seconds)
+            self._import_rewards(seconds)
         except BaseException:
             self.kill()
             raise
 
-    def _start(self, task: dict[str, Any], rewards: dict[int, Reward], seconds: float) -> None:
+    def _import_rewards(self, seconds: float) -> None:
         """Send the rewards' options, and wait until everything is imported."""
         try:
-            self.channel.send(task, seconds)
+            self.channel.send(self.task, seconds)
             reply = self.channel.receive(seconds)
         except TimeoutError:
-            paths = ", ".join(getattr(reward, "path", reward.kind) for reward in rewards.values())
+            rewards = self.rewards.values()
+            paths = ", ".join(getattr(reward, "path", reward.kind) for reward in rewards)
             raise EnvironmentFault(
                 f"importing {paths} takes more than {seconds:g} s",
                 where=WHERE,
@@ -493,20 +523,20 @@ class RewardProcess:
 
     def score(
         self, index: int, prompt: str, completion: str, meta: dict[str, Any], timeout_seconds: float
-    ) -> Rewarded:
-        """Return what a reward gives for a completion.
+    ) -> RewardResult:
+        """Return the result of a reward for a completion.
 
         A process that is late or ends is killed: `is_alive` is False then.
 
         Args:
-            index: Of the reward in the config's list.
+            index: The reward's index in the config's list.
             prompt: The text of the prompt.
             completion: The text of the completion.
             meta: The other columns of the prompt's row.
-            timeout_seconds: That the reward may take.
+            timeout_seconds: The most seconds that the reward may take.
         """
-        # A reward that writes on the socket does not know the token. So no answer can be made up, or
-        # taken for that of another request.
+        # A reward that writes on the socket does not know the token. So it cannot forge an answer, and
+        # an answer is never taken for that of another request.
         token = secrets.token_hex(8)
         request = {
             "token": token,
@@ -523,7 +553,7 @@ class RewardProcess:
             value = reply.get("value")
             if value is None:
                 value = math.nan
-            return Rewarded(value, reply.get("failure"))
+            return RewardResult(value, reply.get("failure"))
         except TimeoutError:
             failure = f"timed out after {timeout_seconds:g} s"
         except (EOFError, OSError):
@@ -531,15 +561,13 @@ class RewardProcess:
         except MalformedMessage:
             failure = NOT_ITS_OWN
         self.kill()
-        return Rewarded(math.nan, failure)
+        return RewardResult(math.nan, failure)
 
     def kill(self) -> None:
-        """End the process and what its rewards have started, and wait for it."""
-        # A process that has closed its end of the socket ends by itself.
+        """End the process and all processes that its rewards have started, and wait for them."""
+        # A process that has closed its end of the socket is about to end by itself.
         if self.channel.is_closed:
             wait_for_exit(self.process, EXIT_SECONDS)
-        else:
-            wait_for_exit(self.process, 0.0)
         self.process.terminate()
         if wait_for_exit(self.process, END_SECONDS) is None:
             self.process.kill()

@@ -2,6 +2,14 @@
 
 prompts → completions → rewards → advantages → batches of optimizer steps.
 
+This module is the entry of the package. `train.build_rollouts` makes a `Rollouts`, and the training
+loop iterates `Rollouts.stream` and calls `report`, `evaluate` and `close`. `build` makes the generator
+that samples, `rewards` scores, and `reading` runs the policy, the reference and reward models over the
+episodes.
+
+Terms: a *sample* is a completion of a prompt with its reward; a *group* the samples of one draw of a
+prompt; an *episode* a sample as a row of `Episodes`, the tensors that the objective reads.
+
 Every rank knows the whole rollout, which is small. So advantages are computed over the global
 rollout, and it does not matter which rank trains on which episode. A rollout depends only on the
 weights, on (seed, step, position of the prompt) and on the stream's state, so a resumed run samples
@@ -18,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,17 +43,17 @@ from drumline.dist.seeds import derive
 from drumline.errors import TrainingStopped
 from drumline.plan.plan import Plan
 from drumline.rl.curriculum import Curriculum
-from drumline.rl.generate import Completion, Request, SharedSampling, rank_and_world_size
+from drumline.rl.generate import Completion, DistributedSampling, Request, rank_and_world_size
 from drumline.rl.reading import EpisodeReader, ModelReaders
-from drumline.rl.rewards import Item, Rewards, Scored, count_reasons
+from drumline.rl.rewards import EpisodeScore, EpisodeText, Rewards, count_reasons
 from drumline.rl.sampler_check import SamplerCheck
 from drumline.system.heartbeat import beat
 from drumline.telemetry.events import Emit, Rollout
 from drumline.telemetry.watched import Completions
 
-# Reasons of failed rewards that the message of a stopped run names.
+# The most reasons of failed rewards that the message of a stopped run names.
 MOST_REASONS = 3
-# Episodes of a rollout that its event shows, and characters of each completion.
+# The most samples of a rollout that its event shows, and the most characters of each completion.
 MOST_SHOWN = 8
 MOST_TEXT = 4000
 
@@ -55,18 +63,13 @@ class Sample:
     """A completion of a prompt with its reward, which is NaN if a reward failed or none applies."""
 
     # The prompt's number in the cache.
-    prompt: int
-    # The tokens of the prompt, and the completion.
-    episode: tuple[list[int], Completion]
+    prompt_id: int
+    prompt_tokens: list[int]
+    completion: Completion
     domain: str
     reward: float
     # Whether any reward applies to this sample.
     applies: bool = True
-
-    @property
-    def completion(self) -> Completion:
-        """What was sampled for the prompt."""
-        return self.episode[1]
 
     @property
     def is_failed(self) -> bool:
@@ -75,11 +78,12 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class SampleGroups:
-    """The samples of a rollout. Those of one prompt are a group; the groups follow each other.
+class ScoredSamples:
+    """The samples of a rollout, or of an evaluation set, with their rewards.
 
-    Dynamic sampling draws prompts several times. `parts`, `failures` and `sampler_gap` are those of
-    the last draw.
+    The samples of a rollout are stored group after group, `group_size` samples each. Dynamic sampling
+    draws prompts several times: `parts` and `failures` are then those of the last draw alone, while
+    `samples` are of all draws. The documentation of the event `rollout` says so.
     """
 
     samples: list[Sample]
@@ -87,7 +91,7 @@ class SampleGroups:
     parts: dict[str, float]
     # Reward → reason of a failure → number of episodes.
     failures: dict[str, Counter[str]]
-    # How far the sampler was from the policy; see SamplerCheck.
+    # The gap between sampler and policy, see SamplerCheck.gap; None if there is none.
     sampler_gap: float | None = None
 
     @property
@@ -109,10 +113,21 @@ class SampleGroups:
         failed = sum(sample.is_failed for sample in self.samples)
         return failed / applies
 
-    def rewards_differ(self, size: int) -> list[bool]:
-        """Return for each group of `size` whether its rewards differ; only such a group teaches."""
-        rewards_PG = torch.tensor(self.rewards, dtype=torch.float32).reshape(-1, size)
+    def rewards_differ(self, group_size: int) -> list[bool]:
+        """Return for each group whether its rewards differ; only such a group teaches anything."""
+        rewards_PG = torch.tensor(self.rewards, dtype=torch.float32).reshape(-1, group_size)
         return have_different_rewards(rewards_PG).tolist()
+
+
+class RolloutEvaluation(NamedTuple):
+    """The result of an evaluation on held-out prompts."""
+
+    # Those of `_evaluation_metrics` over all sets, and as SET/metric for each set that has a name.
+    metrics: dict[str, float]
+    # Number of prompts.
+    samples: int
+    # Reward → reason of a failure → number of samples.
+    failures: dict[str, Counter[str]]
 
 
 class PendingRollout:
@@ -120,40 +135,36 @@ class PendingRollout:
 
     def __init__(
         self,
-        ids: list[int],
+        prompt_ids: list[int],
         complete: Callable[[], list[Completion]],
         sampler_gap: float | None = None,
     ) -> None:
-        """Set the prompts, and how their completions are made.
+        """Store the prompts, and the function that waits for their completions.
 
         Args:
-            ids: The prompts' numbers in the cache, each as often as it is completed.
+            prompt_ids: The prompts' numbers in the cache, each as often as it is completed.
             complete: Waits for the completions and returns them; called once, on the first access.
-            sampler_gap: How far the sampler was from the policy when sampling ahead began; None if
-                nothing is sampled ahead.
+            sampler_gap: SamplerCheck.gap when sampling ahead began; None if nothing is sampled ahead.
         """
-        self.ids = ids
+        self.prompt_ids = prompt_ids
         self._complete = complete
         self.sampler_gap = sampler_gap
 
     @cached_property
     def completions(self) -> list[Completion]:
-        """The completions, one for each of `ids`. The first access is collective."""
+        """The completions, one for each of `prompt_ids`. The first access is collective."""
         return self._complete()
 
     def state(self) -> dict[str, Any]:
-        """Return the prompts and completions as a checkpoint holds them.
-
-        Waits for the completions.
-        """
+        """Wait for the completions, and return them and the prompts as a checkpoint holds them."""
         completions = []
         for completion in self.completions:
             completions.append([completion.tokens, completion.log_probs, completion.ended])
-        return {"ids": self.ids, "completions": completions, "sampler_gap": self.sampler_gap}
+        return {"ids": self.prompt_ids, "completions": completions, "sampler_gap": self.sampler_gap}
 
     @classmethod
     def load(cls, state: Mapping[str, Any]) -> PendingRollout:
-        """Return what `state` was called on."""
+        """Return the rollout whose method `state` returned this."""
 
         def complete() -> list[Completion]:
             return [Completion(*fields) for fields in state["completions"]]
@@ -163,7 +174,11 @@ class PendingRollout:
 
 @dataclass
 class Rollouts:
-    """All rollouts of a run, as one rank sees them. All methods are collective."""
+    """All rollouts of a run, as one rank sees them.
+
+    Everything here is collective: each rank calls the same public methods in the same order, and takes
+    the batches of `stream` in step with the others.
+    """
 
     plan: Plan
     algorithm: RolloutSpec
@@ -174,7 +189,7 @@ class Rollouts:
     # Samples completions. Arguments: requests, step, whether greedily. Collective.
     sample: Callable[[list[Request], int, bool], list[Completion]]
     # Begins to sample completions while training goes on. Arguments: requests, step. Collective.
-    sample_ahead: Callable[[list[Request], int], SharedSampling]
+    sample_ahead: Callable[[list[Request], int], DistributedSampling]
     # Compares the sampler with the policy when `sample` and `sample_ahead` give it new weights.
     sampler_check: SamplerCheck
     rewards: Rewards
@@ -184,20 +199,23 @@ class Rollouts:
     emit: Emit
 
     def __post_init__(self) -> None:
-        # Seconds of the rollout so far, by what they were spent on.
+        # Activity (generate, reward, infer or train) → seconds that the rollout spent on it so far.
         self.seconds: dict[str, float] = {}
-        # How many rollouts in a row had too many failed rewards (`algorithm.reward_failure`).
+        # How many rollouts in a row had too many failed rewards (`algorithm.reward_failure`). It is
+        # not in checkpoints: a run that is resumed, perhaps with corrected rewards, counts anew.
         self.failures_in_a_row = 0
         # Whether any episode of the run has had a reward.
         self.has_rewards = False
         # The report of the rollout that is being trained on; `report` calls it after the last step.
         self._report_pending: Callable[[], None] | None = None
 
-    def stream(self, step: int, position: int, state: Mapping[str, Any]) -> Iterator[GlobalBatch]:
-        """Yield the batches of the steps after `step`, up to the last step of the run.
+    def stream(
+        self, steps_done: int, position: int, state: Mapping[str, Any]
+    ) -> Iterator[GlobalBatch]:
+        """Yield the batches of all optimizer steps that are left in the run.
 
         Args:
-            step: The last step that was done.
+            steps_done: Optimizer steps of the run so far.
             position: Prompts drawn so far.
             state: `GlobalBatch.state` of the last batch before; empty for a new run.
         """
@@ -206,44 +224,45 @@ class Rollouts:
         drawn = None
         if state.get("ahead"):
             drawn = PendingRollout.load(state["ahead"])
-        while step < self.plan.steps:
+        while steps_done < self.plan.steps:
             self.seconds = {}
             first_position = position
-            next_step = step + self.algorithm.steps_per_rollout
-            sampled, position = self._sample_groups(step, position, drawn)
+            # The last of the steps that learn from this rollout.
+            last_step = steps_done + self.algorithm.steps_per_rollout
+            sampled, position = self._sample_groups(steps_done, position, drawn)
             prompts_drawn = position - first_position
-            self._check_rewards(step, sampled, prompts_drawn)
+            self._check_rewards(steps_done, sampled, prompts_drawn)
             drawn = None
-            # The next rollout is sampled by the weights of now, while this one is trained on.
-            if self.algorithm.lookahead and next_step < self.plan.steps:
+            # The next rollout is sampled with the present weights, while this one is trained on.
+            if self.algorithm.lookahead and last_step < self.plan.steps:
                 with self._add_seconds("generate"):
                     prompts = self._episodes_wanted // self.algorithm.group_size
-                    drawn = self._draw(prompts, next_step, position)
+                    drawn = self._draw(prompts, last_step, position)
             with self._add_seconds("infer"):
                 episodes, metrics = self._make_episodes(sampled)
             self._report_pending = partial(
-                self._report_trained, time.time(), next_step, sampled, prompts_drawn, metrics
+                self._report_trained, time.time(), last_step, sampled, prompts_drawn, metrics
             )
-            yield from self._batches(episodes, sampled, step, position, drawn)
+            yield from self._batches(episodes, sampled, steps_done, position, drawn)
             self.report()
-            step = next_step
+            steps_done = last_step
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's state of the stream. Nothing to do if it is empty."""
+        """Continue from the state in a checkpoint; a new run has an empty one."""
         if not state:
             return
         self.curriculum.load(state["curriculum"])
         # Older checkpoints lack this key.
         self.has_rewards = state.get("has_rewards", True)
-        # A coefficient that is fixed comes from the config.
+        # A fixed coefficient comes from the config.
         is_steered = self.kl.target is not None and self.kl.coefficient
         if is_steered and state["kl"]:
             self.kl.coefficient = state["kl"]
 
     def report(self) -> None:
-        """Report the rollout whose last step is done, if it has not been reported yet. Collective.
+        """Report the rollout whose last step is done, if it has not been reported yet.
 
-        The stream calls this before the next rollout, and the loop when it ends.
+        `stream` calls this before the next rollout, and the training loop when it ends.
         """
         report = self._report_pending
         self._report_pending = None
@@ -251,52 +270,59 @@ class Rollouts:
             report()
 
     def _report_trained(
-        self, began: float, step: int, sampled: SampleGroups, drawn: int, metrics: dict[str, float]
+        self,
+        began: float,
+        last_step: int,
+        sampled: ScoredSamples,
+        drawn: int,
+        metrics: dict[str, float],
     ) -> None:
-        """Report a rollout that optimizer steps learned from, from unix second `began` until now."""
+        """Report a rollout that was trained on from `began`, in seconds of the clock, until now."""
         self.seconds["train"] = time.time() - began
-        self._report(step, sampled, drawn, metrics)
+        self._report(last_step, sampled, drawn, metrics)
 
     @property
     def _episodes_wanted(self) -> int:
-        """The number of episodes of a rollout: a multiple of the group's size, by a rule."""
+        """The number of episodes of a rollout.
+
+        It is a multiple of the group's size; the plan is refused otherwise (`samples_in_turn`).
+        """
         return self.algorithm.minibatches * self.plan.batch.global_samples
 
-    def _draw(self, prompts: int, step: int, position: int) -> PendingRollout:
+    def _draw(self, prompts: int, steps_done: int, position: int) -> PendingRollout:
         """Draw prompts and have a group of completions sampled for each.
 
         With lookahead, sampling begins now with the present weights. Otherwise it happens when the
         completions are first read.
 
         Args:
-            prompts: How many are drawn.
-            step: After which the rollout is trained on; it fixes the random numbers.
-            position: Prompts drawn before.
+            prompts: Number of prompts to draw.
+            steps_done: Optimizer steps before the rollout is trained on; random numbers depend on it.
+            position: Prompts drawn so far.
         """
-        size = self.algorithm.group_size
-        ids: list[int] = []
+        prompt_ids: list[int] = []
         keys: list[tuple[int, int]] = []
-        for offset, prompt in enumerate(self.curriculum.draw(prompts)):
-            for index in range(size):
-                ids.append(prompt)
-                # The key has the position, not the prompt: a prompt that comes again gets other
-                # samples.
+        for offset, prompt_id in enumerate(self.curriculum.draw(prompts)):
+            for index in range(self.algorithm.group_size):
+                prompt_ids.append(prompt_id)
+                # The key has the position and not the prompt, so that a prompt which comes again gets
+                # other completions.
                 keys.append((position + offset, index))
-        requests = self._requests(self.prompts, ids, keys)
+        requests = self._requests(self.prompts, prompt_ids, keys)
         if not self.algorithm.lookahead:
-            return PendingRollout(ids, partial(self.sample, requests, step, False))
-        sampling = self.sample_ahead(requests, step)
+            return PendingRollout(prompt_ids, partial(self.sample, requests, steps_done, False))
+        sampling = self.sample_ahead(requests, steps_done)
 
         def complete() -> list[Completion]:
             return sampling.result
 
-        return PendingRollout(ids, complete, self.sampler_check.gap)
+        return PendingRollout(prompt_ids, complete, self.sampler_check.gap)
 
     def _batches(
         self,
         episodes: Episodes,
-        sampled: SampleGroups,
-        step: int,
+        sampled: ScoredSamples,
+        steps_done: int,
         position: int,
         ahead: PendingRollout | None,
     ) -> Iterator[GlobalBatch]:
@@ -305,30 +331,30 @@ class Rollouts:
         They are `epochs` passes over all its episodes, each in a new random order.
 
         Args:
-            episodes: With all that the objective reads.
-            sampled: The same episodes, with their prompts.
-            step: The last step before the rollout.
+            episodes: The rollout, with all tensors that the objective reads.
+            sampled: The same rollout as samples, which know their prompts.
+            steps_done: Optimizer steps before the rollout.
             position: Prompts drawn so far, this rollout included.
-            ahead: The next rollout, if it is being sampled already; checkpoints hold it.
+            ahead: The next rollout if it is being sampled already, which checkpoints hold; else None.
         """
         algorithm = self.algorithm
         batch = self.plan.batch
         size = batch.global_samples
         seed = self.plan.config.run.seed
-        prompts_N = np.asarray([sample.prompt for sample in sampled.samples], np.int64)
+        prompts_N = np.asarray([sample.prompt_id for sample in sampled.samples], np.int64)
         state = self._state(ahead)
         for epoch in range(algorithm.epochs):
             is_last_epoch = epoch == algorithm.epochs - 1
-            generator = np.random.default_rng(derive(seed, "episodes", step, epoch))
+            generator = np.random.default_rng(derive(seed, "episodes", steps_done, epoch))
             order_N = generator.permutation(len(episodes))
             for number in range(algorithm.minibatches):
-                # A checkpoint does not hold the rollout, so none is saved before its last step.
+                # A checkpoint does not contain the rollout, so none is saved before its last step.
                 is_last_step = is_last_epoch and number == algorithm.minibatches - 1
                 picks = order_N[number * size : (number + 1) * size]
                 micro_batches, tokens = self.reading.micro_batches(
                     episodes, picks.tolist(), batch.accumulation, batch.micro_batch
                 )
-                # Over all ranks: each knows the whole rollout, so nothing is added up.
+                # These totals are over all ranks without a collective: each knows the whole rollout.
                 weight = float(episodes.weight_N[picks].double().sum())
                 global_tokens = int(episodes.lengths[picks].sum())
                 yield GlobalBatch(
@@ -342,7 +368,7 @@ class Rollouts:
                 )
 
     def _state(self, ahead: PendingRollout | None) -> dict[str, Any]:
-        """Return what a checkpoint needs to go on with the next rollout, besides the weights."""
+        """Return what a checkpoint needs besides the weights, to continue with the next rollout."""
         state = {
             "curriculum": self.curriculum.state(),
             "kl": self.kl.coefficient,
@@ -350,11 +376,11 @@ class Rollouts:
             "sampler": self.sampler_check.state(),
         }
         if ahead is not None:
-            # A function: a checkpoint that is written calls it, and waits for the completions.
+            # A function, which is called only if a checkpoint is written, as it waits for completions.
             state["ahead"] = ahead.state
         return state
 
-    def _check_rewards(self, step: int, sampled: SampleGroups, drawn: int) -> None:
+    def _check_rewards(self, steps_done: int, sampled: ScoredSamples, drawn: int) -> None:
         """Raise TrainingStopped if the run learns nothing because of its rewards.
 
         There are two cases: too many rollouts in a row in which rewards failed or applied to no
@@ -362,9 +388,9 @@ class Rollouts:
         the same rewards, so all raise.
 
         Args:
-            step: The last step before the rollout.
+            steps_done: Optimizer steps before the rollout.
             sampled: The rollout.
-            drawn: Prompts that were drawn for it.
+            drawn: Number of prompts that were drawn for it.
         """
         limit = self.algorithm.reward_failure
         failed_share = sampled.failed_share
@@ -374,14 +400,14 @@ class Rollouts:
             self.failures_in_a_row += 1
         else:
             self.failures_in_a_row = 0
-        next_step = step + self.algorithm.steps_per_rollout
-        is_last = next_step >= (self.plan.steps or 0)
+        last_step = steps_done + self.algorithm.steps_per_rollout
+        is_last = last_step >= (self.plan.steps or 0)
         has_learned_nothing = is_last and not self.has_rewards
         has_failed_too_often = self.failures_in_a_row >= limit.rollouts and limit.action == "stop"
         if not has_learned_nothing and not has_failed_too_often:
             return
         # The event shows the user the completions that got no reward.
-        self._report(next_step, sampled, drawn, {}, trained=False)
+        self._report(last_step, sampled, drawn, {}, trained=False)
         often = _most_common_reasons(sampled)
         if has_learned_nothing:
             what = f"no episode of this run got a reward, so nothing was learned: {often}"
@@ -390,58 +416,62 @@ class Rollouts:
             counted = "episodes"
             if 0 < sampled.left_out < len(sampled.samples):
                 counted = "episodes that a reward applies to"
-            what = f"{failed_share:.0%} of the {counted} got no reward, in rollout {self.failures_in_a_row} of such in a row: {often}"
-            fix = "correct the reward, or go on without them: algorithm.reward_failure.action=continue"
+            in_a_row = ""
+            if self.failures_in_a_row > 1:
+                in_a_row = f" ({self.failures_in_a_row} such rollouts in a row)"
+            what = f"{failed_share:.0%} of the {counted} got no reward{in_a_row}: {often}"
+            fix = "correct the reward, or train without these episodes: algorithm.reward_failure.action=continue"
         raise TrainingStopped(what, where="algorithm.rewards", fix=fix)
 
     def _sample_groups(
-        self, step: int, position: int, drawn: PendingRollout | None
-    ) -> tuple[SampleGroups, int]:
+        self, steps_done: int, position: int, drawn: PendingRollout | None
+    ) -> tuple[ScoredSamples, int]:
         """Return the groups of a rollout, and the position after their prompts.
 
         With dynamic sampling (Yu et al. 2025, DAPO), groups whose rewards are all alike are
         replaced, until enough differ or the allowed rounds are used up. Such a group teaches nothing.
 
         Args:
-            step: The last step before the rollout.
+            steps_done: Optimizer steps before the rollout.
             position: Prompts drawn so far.
-            drawn: A rollout that is being sampled already.
+            drawn: The rollout if it is being sampled already; else None.
         """
         size = self.algorithm.group_size
         wanted = self._episodes_wanted
-        takes_all = self.algorithm.rounds == 1
+        # Without dynamic sampling there is one round, and it keeps all groups.
+        uses_dynamic_sampling = self.algorithm.rounds > 1
         kept: list[Sample] = []
         spare: list[Sample] = []
         for _ in range(self.algorithm.rounds):
             with self._add_seconds("generate"):
                 if drawn is None:
                     missing = wanted - len(kept)
-                    drawn = self._draw(missing // size, step, position)
-                ids = drawn.ids
+                    drawn = self._draw(missing // size, steps_done, position)
+                prompt_ids = drawn.prompt_ids
                 completions = drawn.completions
                 sampler_gap = drawn.sampler_gap
                 if sampler_gap is None:
                     sampler_gap = self.sampler_check.gap
             drawn = None
             with self._add_seconds("reward"):
-                scored = self._score(self.prompts, ids, completions)
+                scored = self._score(self.prompts, prompt_ids, completions)
             self._learn_domains(scored.samples)
-            position += len(ids) // size
+            position += len(prompt_ids) // size
             for group, rewards_differ in enumerate(scored.rewards_differ(size)):
                 first = group * size
                 samples = scored.samples[first : first + size]
-                if rewards_differ or takes_all:
+                if rewards_differ or not uses_dynamic_sampling:
                     kept += samples
                 else:
                     spare += samples
             if len(kept) == wanted:
                 break
-        # If the rounds were not enough, groups whose rewards are all alike fill the rollout.
+        # If the rounds were not enough, groups whose rewards are all alike fill the rollout up.
         chosen = [*kept, *spare][:wanted]
         return replace(scored, samples=chosen, sampler_gap=sampler_gap), position
 
     def _learn_domains(self, samples: list[Sample]) -> None:
-        """Tell the curriculum the rewards of each domain, without those that failed."""
+        """Update the curriculum with the rewards of each domain, without those that failed."""
         by_domain: dict[str, list[float]] = {}
         for sample in samples:
             if not math.isnan(sample.reward):
@@ -449,33 +479,38 @@ class Rollouts:
         self.curriculum.learn(by_domain)
 
     def _requests(
-        self, cache: TokenCache, ids: list[int], keys: list[tuple[int, int]]
+        self, cache: TokenCache, prompt_ids: list[int], keys: list[tuple[int, int]]
     ) -> list[Request]:
-        """Return requests for the prompts `ids` of `cache`, each with its key for randomness."""
+        """Return requests for some prompts of `cache`, each with its key for random numbers."""
         requests = []
-        for prompt, key in zip(ids, keys, strict=True):
-            requests.append(Request(_prompt_tokens(cache, prompt), key))
+        for prompt_id, key in zip(prompt_ids, keys, strict=True):
+            requests.append(Request(_prompt_tokens(cache, prompt_id), key))
         return requests
 
     def _score(
-        self, cache: TokenCache, ids: list[int], completions: list[Completion]
-    ) -> SampleGroups:
-        """Return the completions of the prompts `ids` of `cache` with their rewards. Collective."""
-        episodes = []
-        metas = []
-        for prompt, completion in zip(ids, completions, strict=True):
-            episodes.append((_prompt_tokens(cache, prompt), completion))
-            metas.append(cache.meta(prompt))
-        scores = self._compute_rewards(episodes, metas)
+        self, cache: TokenCache, prompt_ids: list[int], completions: list[Completion]
+    ) -> ScoredSamples:
+        """Return the completions of some prompts of `cache` with their rewards. Collective."""
+        prompts = [_prompt_tokens(cache, prompt_id) for prompt_id in prompt_ids]
+        metas = [cache.meta(prompt_id) for prompt_id in prompt_ids]
+        scores = self._compute_rewards(prompts, completions, metas)
         samples = []
-        for prompt, episode, meta, score in zip(ids, episodes, metas, scores, strict=True):
+        for index, score in enumerate(scores):
+            completion = completions[index]
             reward = math.nan
-            if score.applies and not score.failures:
+            if score.applies:
                 reward = score.value
-                _, completion = episode
                 if not completion.ended:
                     reward -= self.algorithm.missing_stop_penalty
-            samples.append(Sample(prompt, episode, meta["domain"], reward, score.applies))
+            sample = Sample(
+                prompt_id=prompt_ids[index],
+                prompt_tokens=prompts[index],
+                completion=completion,
+                domain=metas[index]["domain"],
+                reward=reward,
+                applies=score.applies,
+            )
+            samples.append(sample)
         parts = {}
         failures = {}
         for name in self.rewards.names:
@@ -486,52 +521,59 @@ class Rollouts:
                     reasons.append(score.failures[name])
             if reasons:
                 failures[name] = count_reasons(reasons)
-        return SampleGroups(samples, parts, failures)
+        return ScoredSamples(samples, parts, failures)
 
     def _compute_rewards(
-        self, episodes: list[tuple[list[int], Completion]], metas: list[dict[str, Any]]
-    ) -> list[Scored]:
-        """Return what each episode is worth, the same on all ranks. Collective.
+        self,
+        prompts: list[list[int]],
+        completions: list[Completion],
+        metas: list[dict[str, Any]],
+    ) -> list[EpisodeScore]:
+        """Return the score of each completion, the same on all ranks. Collective.
 
-        Each episode is scored by one rank of the world: episode 0 by rank 0, 1 by rank 1, and so on
-        in turn.
+        Functions run on one rank for each completion: for completion 0 on rank 0, for 1 on rank 1,
+        and so on in turn.
 
         Args:
-            episodes: Tokens of the prompt, and the completion, of each.
-            metas: The metadata of the prompt of each.
+            prompts: The tokens of each completion's prompt.
+            completions: The completions.
+            metas: The metadata of each completion's prompt.
         """
-        items = []
-        for (_, completion), meta in zip(episodes, metas, strict=True):
+        texts = []
+        for completion, meta in zip(completions, metas, strict=True):
             text = self.decode(completion.tokens)
-            # Columns of the user's own row win over ours of the same name.
-            columns = {**meta, **meta.get(OWN_COLUMNS, {})}
-            items.append(Item(meta["prompt"], text, len(completion.tokens), columns))
+            # The user's columns `prompt` and `domain` replace ours of the same names.
+            columns = dict(meta)
+            columns |= columns.pop(OWN_COLUMNS, {})
+            texts.append(EpisodeText(meta["prompt"], text, len(completion.tokens), columns))
         rank, ranks = rank_and_world_size()
-        batch = _to_episodes(episodes)
-        own_model_rewards = {}
+        episodes = _to_episodes(prompts, completions)
+        own_model_scores = {}
         for name, read in self.readers.rewards.items():
             # All ranks run the model together, over all episodes.
-            model_scores = read(batch).tolist()
-            own_model_rewards[name] = model_scores[rank::ranks]
-        own_scores = self.rewards.score(items[rank::ranks], own_model_rewards)
+            model_scores = read(episodes).tolist()
+            own_model_scores[name] = model_scores[rank::ranks]
+        own_scores = self.rewards.score(texts[rank::ranks], own_model_scores)
         scores_of_ranks = from_all(own_scores)
         scores = []
-        for index in range(len(items)):
+        for index in range(len(texts)):
             scores_of_rank = scores_of_ranks[index % ranks]
             scores.append(scores_of_rank[index // ranks])
         return scores
 
-    def _make_episodes(self, sampled: SampleGroups) -> tuple[Episodes, dict[str, float]]:
-        """Return the samples as episodes with all that the objective reads, and some metrics.
+    def _make_episodes(self, sampled: ScoredSamples) -> tuple[Episodes, dict[str, float]]:
+        """Return the samples as episodes with all tensors that the objective reads, and metrics.
 
-        The metrics are the divergence from the reference model and its coefficient. Without a
-        reference the divergence counts as 0, and there are no metrics.
+        The metrics are `kl`, the mean divergence from the reference model in nats per token, and
+        `kl_coefficient`. Without a reference the divergence counts as 0, and there are no metrics.
         """
-        pairs = [sample.episode for sample in sampled.samples]
-        episodes = self._with_model_outputs(_to_episodes(pairs))
+        prompts = [sample.prompt_tokens for sample in sampled.samples]
+        completions = [sample.completion for sample in sampled.samples]
+        episodes = self._add_model_outputs(_to_episodes(prompts, completions))
         metrics = {}
         kl_NM = torch.zeros_like(episodes.log_probs_NM)
         if self.readers.reference is not None:
+            assert self.readers.policy is not None, "ModelReaders: a reference needs the policy"
             kl_NM = divergence(
                 episodes.log_probs_NM,
                 episodes.reference_log_probs_NM,
@@ -546,12 +588,12 @@ class Rollouts:
         rewards_N = torch.tensor(sampled.rewards, dtype=torch.float32)
         penalty_NM = kl_NM * self.kl.coefficient
         episodes = self.algorithm.credited(episodes, rewards_N, penalty_NM)
-        # Only now: this rollout is penalised by the coefficient that its event reports.
+        # After `metrics`, so that the event reports the coefficient that this rollout was penalised by.
         if metrics:
             self.kl.update(metrics["kl"], len(episodes))
         return episodes, metrics
 
-    def _with_model_outputs(self, episodes: Episodes) -> Episodes:
+    def _add_model_outputs(self, episodes: Episodes) -> Episodes:
         """Return the episodes with log-probs and values of the models that the objective reads."""
         readers = self.readers
         if readers.policy is not None:
@@ -566,32 +608,28 @@ class Rollouts:
             episodes = replace(episodes, reference_log_probs_NM=reference_NM)
         return episodes
 
-    def evaluate(self, step: int) -> tuple[dict[str, float], int, dict[str, Counter[str]]]:
-        """Complete all held-out prompts greedily and score the completions.
-
-        Returns the metrics (the mean reward, also of each domain and each evaluation set), the number
-        of prompts, and the failures of rewards as `SampleGroups` has them; no mean counts a failed one.
-        """
+    def evaluate(self, step: int) -> RolloutEvaluation:
+        """Complete all held-out prompts greedily after optimizer step `step`, and score them."""
         samples: list[Sample] = []
         by_set: dict[str, float] = {}
         failures: dict[str, Counter[str]] = {}
         for name, cache in self.held_out.items():
-            ids = list(range(len(cache)))
-            keys = [(prompt, 0) for prompt in ids]
-            requests = self._requests(cache, ids, keys)
+            prompt_ids = list(range(len(cache)))
+            keys = [(prompt_id, 0) for prompt_id in prompt_ids]
+            requests = self._requests(cache, prompt_ids, keys)
             completions = self.sample(requests, step, True)
-            sampled = self._score(cache, ids, completions)
+            sampled = self._score(cache, prompt_ids, completions)
             samples += sampled.samples
             # The only evaluation set has no name.
             if name:
-                for key, value in _answer_metrics(sampled.samples).items():
+                for key, value in _evaluation_metrics(sampled.samples).items():
                     by_set[f"{name}/{key}"] = value
             for reward, reasons in sampled.failures.items():
                 failures.setdefault(reward, Counter()).update(reasons)
         metrics = {}
         if samples:
-            metrics = _answer_metrics(samples) | by_set
-        return metrics, len(samples), failures
+            metrics = _evaluation_metrics(samples) | by_set
+        return RolloutEvaluation(metrics, len(samples), failures)
 
     def close(self) -> None:
         """End the processes that compute rewards."""
@@ -599,7 +637,7 @@ class Rollouts:
 
     @contextmanager
     def _add_seconds(self, kind: str) -> Iterator[None]:
-        """Add the seconds that the `with` block takes to those spent on `kind`."""
+        """Add the seconds that the block takes to `seconds[kind]`."""
         began = time.time()
         beat("rollout")
         yield
@@ -608,8 +646,8 @@ class Rollouts:
 
     def _report(
         self,
-        step: int,
-        sampled: SampleGroups,
+        last_step: int,
+        sampled: ScoredSamples,
         drawn: int,
         metrics: dict[str, float],
         trained: bool = True,
@@ -617,10 +655,10 @@ class Rollouts:
         """Emit the events of a rollout.
 
         Args:
-            step: The last step that is trained on the rollout.
+            last_step: The last optimizer step that is trained on the rollout.
             sampled: The rollout.
-            drawn: Prompts that were drawn for it.
-            metrics: Of the divergence.
+            drawn: Number of prompts that were drawn for it.
+            metrics: What `_make_episodes` returned.
             trained: Whether optimizer steps learned from it.
         """
         samples = sampled.samples
@@ -636,7 +674,7 @@ class Rollouts:
         for domain, count in sorted(counts.items()):
             shares[domain] = count / len(samples)
         rollout = Rollout(
-            step=step,
+            step=last_step,
             prompts=len(differ),
             drawn=drawn,
             episodes=len(samples),
@@ -658,13 +696,13 @@ class Rollouts:
         )
         self.emit(rollout)
         shown = [self._describe_sample(sample) for sample in samples[:MOST_SHOWN]]
-        self.emit(Completions(step=step, completions=shown, trained=trained))
+        self.emit(Completions(step=last_step, completions=shown, trained=trained))
 
     def _describe_sample(self, sample: Sample) -> dict[str, Any]:
         """Return a sample as the event of completions shows it."""
         completion = sample.completion
         return {
-            "prompt": self.prompts.meta(sample.prompt)["prompt"],
+            "prompt": self.prompts.meta(sample.prompt_id)["prompt"],
             "text": self.decode(completion.tokens)[:MOST_TEXT],
             "reward": sample.reward,
             "domain": sample.domain,
@@ -673,37 +711,36 @@ class Rollouts:
         }
 
 
-def _prompt_tokens(cache: TokenCache, prompt: int) -> list[int]:
+def _prompt_tokens(cache: TokenCache, prompt_id: int) -> list[int]:
     """Return the token ids of a prompt of the cache."""
-    tokens, _ = cache.segments(prompt)[0]
+    tokens, _ = cache.segments(prompt_id)[0]
     return tokens.tolist()
 
 
-def _to_episodes(pairs: list[tuple[list[int], Completion]]) -> Episodes:
-    """Return (tokens of the prompt, completion) pairs as `Episodes` with the sampler's log-probs."""
-    prompts = []
-    completions = []
+def _to_episodes(prompts: list[list[int]], completions: list[Completion]) -> Episodes:
+    """Return completions as `Episodes` with the sampler's log-probs. `prompts`: their tokens."""
+    prompt_tokens = [np.asarray(prompt, np.int64) for prompt in prompts]
+    tokens = []
     have_ended = []
-    for prompt, completion in pairs:
-        prompts.append(np.asarray(prompt, np.int64))
-        completions.append(np.asarray(completion.tokens, np.int64))
+    for completion in completions:
+        tokens.append(np.asarray(completion.tokens, np.int64))
         have_ended.append(completion.ended)
-    episodes = Episodes.start(prompts, completions, have_ended)
+    episodes = Episodes.start(prompt_tokens, tokens, have_ended)
     sampler_NM = torch.zeros_like(episodes.log_probs_NM)
-    for row, (_, completion) in enumerate(pairs):
+    for row, completion in enumerate(completions):
         sampler_NM[row, : len(completion.tokens)] = torch.tensor(completion.log_probs)
     return replace(episodes, sampler_log_probs_NM=sampler_NM)
 
 
-def _most_common_reasons(sampled: SampleGroups) -> str:
+def _most_common_reasons(sampled: ScoredSamples) -> str:
     """Return the most frequent reasons for which samples have no reward, each with its number."""
     reasons: Counter[str] = Counter()
-    for name, found in sampled.failures.items():
-        for why, count in found.items():
-            reasons[f"{name} {why}"] += count
+    for name, counts in sampled.failures.items():
+        for reason, count in counts.items():
+            reasons[f"{name} {reason}"] += count
     if sampled.left_out:
         reasons["no reward applies"] = sampled.left_out
-    parts = [f"{why} ({count}×)" for why, count in reasons.most_common(MOST_REASONS)]
+    parts = [f"{reason} ({count}×)" for reason, count in reasons.most_common(MOST_REASONS)]
     return "; ".join(parts)
 
 
@@ -720,13 +757,13 @@ def _count_left_out(samples: list[Sample]) -> int:
     return sum(not sample.applies for sample in samples)
 
 
-def _answer_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Return the metrics of evaluated completions.
+def _evaluation_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Return the metrics of evaluated samples.
 
-    - `reward`: mean over those that have one, also of each domain (`_domain_rewards`).
-    - `reward_failed`: share of those whose reward failed.
-    - `reward_left_out`: share of those to which no reward applies; absent if there are none.
-    - The lengths of `_length_metrics`.
+    - `reward`: the mean over samples that have one, also of each domain (`_domain_rewards`).
+    - `reward_failed`: the share of samples whose reward failed.
+    - `reward_left_out`: the share of samples to which no reward applies; absent if it is 0.
+    - `length`, `length_max` and `ended`, see `_length_metrics`.
     """
     rewards = [sample.reward for sample in samples]
     failed = sum(sample.is_failed for sample in samples)

@@ -1,4 +1,4 @@
-"""Check that the sampler has the policy's weights: their log-probs of the same tokens must agree."""
+"""Check that the generator has the policy's weights: both must give the same tokens the same log-probs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drumline.errors import TrainingStopped
 from drumline.rl.build import probe_generator
 from drumline.rl.generate import WHERE, Completion, Generator, Request, generate_together
 
-# The fewest prompts of a probe. With more ranks there is one for each of them.
+# The number of prompts of a probe. With more ranks than this, each rank has one.
 PROMPTS = 8
 # The most tokens of a prompt, and of its completion.
 PROMPT_TOKENS = 8
@@ -26,19 +26,20 @@ PROBE = -1
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # The largest logit that is expected, in nats.
 LARGEST_LOGIT = 32.0
-# How many roundings the sum of a matrix product's terms is off by: √n for n = 4096 terms.
+# The error of a matrix product's sum, in units of one rounding: √n for n = 4096 terms.
 SUMMED_ROUNDINGS = 64.0
-# The factor by which a gap may exceed the baseline; `gap_limit` says why.
+# The factor by which a gap may exceed the baseline; `gap_limit` has the reason.
 MARGIN = 4.0
 
 
 def expected_rounding_gap(precision: str) -> float:
     """Return the mean gap, in nats, that rounding alone may cause between two log-probs of a token.
 
-    A log-prob is a difference of logits, of at most some LARGEST_LOGIT. In bf16 and fp16 sums are
-    made in fp32, and what is stored is rounded by a part u of itself: 32 × 2⁻⁸ = 0.125 in bf16,
-    32 × 2⁻¹¹ = 0.016 in fp16. In fp32 the sums themselves round: n terms in another order differ by
-    about √n u (Higham 2002, section 4.2), so 32 × 64 × 2⁻²⁴ = 1.2e-4 for n = 4096.
+    A log-prob is a difference of logits, which are about LARGEST_LOGIT at most. u is the unit
+    roundoff. In bf16 and fp16 sums are made in fp32, and only the stored result x is rounded, by up to
+    u·x: 32 × 2⁻⁸ = 0.125 in bf16, 32 × 2⁻¹¹ = 0.016 in fp16. In fp32 the sums themselves are rounded:
+    n terms in another order differ by about √n u (Higham 2002, section 4.2), so 32 × 64 × 2⁻²⁴ =
+    1.2e-4 for n = 4096.
 
     Measured with SmolLM2 and vLLM 0.32 on a CPU: 1.0e-5 to 1.5e-5 in fp32, 0.07 to 0.10 in bf16.
 
@@ -52,25 +53,29 @@ def expected_rounding_gap(precision: str) -> float:
 
 
 def gap_limit(baseline: float | None, precision: str) -> float:
-    """Return the largest gap, in nats, at which the sampler still counts as the policy.
+    """Return the largest gap, in nats, that is accepted in a run that goes on.
 
     It is MARGIN times the baseline, and at least `expected_rounding_gap`, since a small baseline
     may have been luck. MARGIN covers two things: as a mean over 32 tokens a gap varies by 0.76 /
     √32 = 13% (for normal differences); and a policy that grows more certain has larger logits,
     which round more.
 
-    `baseline`: the gap before the first update, when both had the same weights. It includes what
-    this sampler's own kernels and type add: a server may compute in bf16 for a policy in fp32.
-    None: it is not known, as after a resume from an older version, and the limit is MOST_AT_FIRST.
+    Args:
+        baseline: The gap before the first update, when both had the same weights. It includes the
+            rounding of the sampler's own kernels and type: a server may compute in bf16 for a policy
+            in fp32. None: it is not known, as after a resume from an older version; the limit is
+            then LIMIT_WITHOUT_BASELINE.
+        precision: As in `expected_rounding_gap`.
     """
     if baseline is None:
-        return MOST_AT_FIRST
+        return LIMIT_WITHOUT_BASELINE
     return max(MARGIN * baseline, expected_rounding_gap(precision))
 
 
-# The largest first gap of a run, in nats. A server may compute in bf16 for a policy of any type, and a
-# policy that computes in bf16 may be sampled in 8 bits.
-MOST_AT_FIRST = MARGIN * expected_rounding_gap("bf16")
+# The largest accepted gap, in nats, while there is no baseline: for the first gap of a run, and after a
+# resume without one. A server may compute in bf16 for a policy of any type, and a policy that computes
+# in bf16 may be sampled in 8 bits. Below `expected_rounding_gap`, which it is made with.
+LIMIT_WITHOUT_BASELINE = MARGIN * expected_rounding_gap("bf16")
 
 
 class SamplerCheck:
@@ -81,9 +86,9 @@ class SamplerCheck:
     before the first. The prompts are random tokens: no policy is sure how they go on, and a log-prob
     near 0 would hardly change with the weights.
 
-    The first gap of a run that begins is the baseline of all later ones. Even then a server may
-    hold weights of an earlier run that a hand-over fails to replace, so the gap may be at most
-    MOST_AT_FIRST. A run that goes on measures no baseline. It has that of its checkpoint, so
+    A new run takes its first gap as the baseline for all later ones. Even then a server may hold
+    weights of an earlier run that a hand-over fails to replace, so the first gap may be at most
+    LIMIT_WITHOUT_BASELINE. A resumed run measures no baseline. It has that of its checkpoint, so
     weights that the server kept from before are not taken for rounding.
     """
 
@@ -102,17 +107,21 @@ class SamplerCheck:
             config: The section `algorithm.generator`.
             read: Returns the policy's log-probs of the completions, fp32[1, N, M]; collective.
             prompts: What `probe_prompts` returned.
-            precision: The policy's, as `expected_rounding_gap` takes it.
-            is_new: Whether the policy has learned nothing yet.
-            state: What the method `state` returned before the checkpoint was saved; None without
-                one.
+            precision: The policy's precision, as in `expected_rounding_gap`.
+            is_new: Whether the run is new, so that the policy has learned nothing yet.
+            state: What the method `state` returned when the checkpoint was saved; None without a
+                checkpoint.
         """
         self.config = config
         self.read = read
         self.prompts = prompts
         self.precision = precision
         # A baseline of another sampler or precision says nothing about this one.
-        self.setting = f"{config.kind} {precision}"
+        sampler = config.kind
+        if isinstance(config, configs.VLLMGenerator) and config.url is not None:
+            # A server may compute in another type than vLLM's engine in this process does.
+            sampler = f"{config.kind} server"
+        self.setting = f"{sampler} {precision}"
         self.gap: float | None = None
         self.baseline: float | None = None
         self.needs_baseline = is_new
@@ -128,7 +137,7 @@ class SamplerCheck:
     def compare(self, generator: Generator) -> None:
         """Measure the gap; the sampler has just been handed the policy's weights. Collective.
 
-        Raises TrainingStopped on all ranks where the gap is more than rounding explains.
+        Raises TrainingStopped on all ranks if the gap is larger than accepted.
         """
         requests = []
         for number, tokens in enumerate(self.prompts):
@@ -138,7 +147,7 @@ class SamplerCheck:
         # One rank's number decides, since a sum over ranks may differ in its last bit.
         gap = from_all(self._mean_difference(completions))[0]
         if self.needs_baseline:
-            limit = MOST_AT_FIRST
+            limit = LIMIT_WITHOUT_BASELINE
         else:
             limit = gap_limit(self.baseline, self.precision)
         is_policy = gap <= limit  # False for NaN
@@ -166,17 +175,17 @@ class SamplerCheck:
         """Return why the run is stopped."""
         what = (
             "what samples is not the policy: after it was handed the weights,"
-            f" its log-probs differ by {gap:.3g} on average"
+            f" its log-probs differ by {gap:.3g} nats on average"
         )
         if self.needs_baseline:
-            return f"{what}, before any update, where {limit:g} is the most"
-        explained = f"{what}, where rounding explains {limit:.3g}"
+            return f"{what} before any update; at most {limit:g} is accepted"
+        what = f"{what}; at most {limit:.3g} is accepted"
         if self.baseline is None:
-            return explained
-        return f"{explained} (before the first update it was {self.baseline:.3g})"
+            return what
+        return f"{what} (before the first update it was {self.baseline:.3g})"
 
     def _fix(self) -> str:
-        """Return what the user can do, by the kind of the sampler."""
+        """Return what the user can do, which depends on the kind of the generator."""
         if not isinstance(self.config, configs.VLLMGenerator):
             return "use strategy=ddp, whose ranks sample from the policy itself"
         if self.config.url is None:
@@ -192,9 +201,9 @@ def probe_prompts(
 ) -> list[list[int]]:
     """Return the prompts of a probe: token ids, the same on every rank and at each start of a run.
 
-    Tokens are drawn at random, none of `special`, after the token that begins a text where the
-    tokenizer has one. There are at least as many prompts as ranks, so each rank samples one. A
-    prompt and its completion have at most `max_length` tokens.
+    A prompt is the token that begins a text, if the tokenizer has one, and random tokens that are not
+    in `special`. There are at least as many prompts as `ranks`, so each rank samples one. A prompt and
+    its completion have at most `max_length` tokens.
     """
     ordinary = [token for token in range(len(tokenizer)) if token not in special]
     new_tokens = min(NEW_TOKENS, config.max_new_tokens)
@@ -202,7 +211,7 @@ def probe_prompts(
     begin = []
     if tokenizer.bos_token_id is not None:
         begin.append(tokenizer.bos_token_id)
-    # Of no run: every rank and every start draws the same.
+    # A fixed seed, so that every rank and every start of a run draws the same prompts.
     draw = random.Random(0)
     prompts = []
     for _ in range(max(PROMPTS, ranks)):

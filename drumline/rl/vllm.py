@@ -48,26 +48,26 @@ from drumline.rl.generate import (
 from drumline.system.heartbeat import alive
 from drumline.system.redact import reveal
 
-# Bytes of a file of weights: what rank 0 has in host memory at once.
+# The most bytes of a file of weights, which rank 0 has in host memory at the same time.
 SHARD_BYTES = 2 * 2**30
-# What stands before each token id in the server's answers (`return_tokens_as_token_ids`).
+# The prefix of each token id in the server's answers (`return_tokens_as_token_ids`).
 TOKEN_PREFIX = "token_id:"
-# Reasons to finish that leave a whole completion.
+# Values of `finish_reason` of a whole completion.
 FINISHED = ("stop", "length")
-# Characters of a server's message that an error shows.
+# The most characters of a server's error message, and of its answer, that an error shows.
 MOST_MESSAGE = 300
 MOST_ANSWER = 200
-# How to fix errors.
+# Texts that say how to fix an error.
 DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1, or set weights: none"
 IS_IT_VLLM = "is it vLLM that listens there?"
 NEEDED_VERSION = "it takes vLLM 0.22 or later"
 
 
-class Server:
-    """A server at `url`.
+class VLLMConnection:
+    """A connection to vLLM's server at `url`.
 
-    Until `found` is set a failure is the user's mistake (EnvironmentFault), afterwards it is the run's
-    (DrumlineError).
+    Until `mark_found` is called, a failure is an EnvironmentFault: the url or the server is wrong. Later
+    the server has failed during the run, which is a DrumlineError.
 
     Proxies are not used, because the server is the cluster's own. A key, if it requires one, is read
     from VLLM_API_KEY, as vLLM itself does. user:password@ in the url is sent as HTTP's basic
@@ -91,7 +91,7 @@ class Server:
         self.url = str(address.copy_with(userinfo=b""))
         self.timeout_seconds = timeout_seconds
         self.where = where
-        self.found = False
+        self.is_found = False
         # Connections are not kept: the server may close them while a step trains.
         limits = httpx2.Limits(max_keepalive_connections=0)
         certificates = ssl.create_default_context()
@@ -101,23 +101,28 @@ class Server:
             headers=headers, auth=auth, transport=transport, follow_redirects=True
         )
 
+    def mark_found(self) -> None:
+        """Note that a vLLM server answers at the url."""
+        self.is_found = True
+
     def request(
         self, path: str, body: dict[str, Any] | None = None, fixes: dict[int, str] | None = None
     ) -> Any:
         """Return the JSON that the server answers; None if the answer is empty.
 
         Args:
-            path: Below the server's url.
-            body: With it the request is a POST, else a GET.
-            fixes: HTTP status → how to fix it.
+            path: The path below the server's url.
+            body: The JSON of a POST; None: the request is a GET.
+            fixes: HTTP status of an error → how to fix it.
 
-        Raises what `fault` returns if there is no answer, an error, or no JSON.
+        Raises what `fault` returns if there is no answer, or if it is an error or no JSON.
         """
         method = "GET" if body is None else "POST"
         address = f"{self.url}{path}"
         what = f"{method} {address}"
         timeout = self.timeout_seconds
-        # The answer may take as long as the timeout, in which this rank does not hang.
+        # The answer may take as long as the timeout; meanwhile the watcher must not take this rank for
+        # hung.
         alive(2 * timeout)
         try:
             answer = self.client.request(method, address, json=body, timeout=timeout)
@@ -138,11 +143,11 @@ class Server:
         try:
             return answer.json()
         except ValueError:
-            raise self.fault(f"{what} was answered with what is no JSON", IS_IT_VLLM) from None
+            raise self.fault(f"the answer to {what} is no JSON", IS_IT_VLLM) from None
 
     def fault(self, what: str, fix: str | None = None) -> DrumlineError:
-        """Return the error for a failure, of the type that `found` decides."""
-        error_type = DrumlineError if self.found else EnvironmentFault
+        """Return the error for a failure: EnvironmentFault before `mark_found`, else DrumlineError."""
+        error_type = DrumlineError if self.is_found else EnvironmentFault
         return error_type(what, where=self.where, fix=fix)
 
 
@@ -160,12 +165,10 @@ def _reason(answer: httpx2.Response) -> str:
     return str(message)[:MOST_MESSAGE]
 
 
-class VLLMClient:
-    """The base of generators that use vLLM, on its server or in this process.
+class BaseVLLM:
+    """The base of generators that use vLLM, on its server or in this process."""
 
-    `positions`: how many tokens a sequence may have.
-    """
-
+    # The most tokens of a sequence; None: not known.
     positions: int | None
 
     def __init__(self, config: Config, tokenizer: Any, seed: int) -> None:
@@ -210,11 +213,11 @@ class VLLMClient:
         }
 
 
-class VLLMServer(VLLMClient):
-    """`generate` by POST /v1/completions, one request for each prompt, `config.batch` at the same time.
+class RemoteVLLM(BaseVLLM):
+    """Samples on a vLLM server: POST /v1/completions, `config.batch` requests at the same time.
 
-    The first call finds out which log-probs the server gives: a completion has those of
-    softmax(logits / temperature).
+    A completion needs the log-probs of softmax(logits / temperature). The first call checks that the
+    server returns these.
     """
 
     def __init__(self, config: Config, tokenizer: Any, seed: int) -> None:
@@ -222,7 +225,7 @@ class VLLMServer(VLLMClient):
         assert config.url is not None
         super().__init__(config, tokenizer, seed)
         where = f"{WHERE}.url"
-        self.server = Server(reveal(config.url, where), config.timeout_seconds, where)
+        self.server = VLLMConnection(reveal(config.url, where), config.timeout_seconds, where)
         self.server.request("/health")
         served = self.server.request("/v1/models")
         try:
@@ -231,11 +234,11 @@ class VLLMServer(VLLMClient):
             self.positions = first_model.get("max_model_len")
         except (TypeError, KeyError, IndexError):
             raise self.server.fault("/v1/models does not name a model", IS_IT_VLLM) from None
-        self.server.found = True
+        self.server.mark_found()
         self.has_checked_log_probs = False
 
     def _generate(self, requests: list[Request], step: int) -> list[Completion]:
-        """Return a completion for each request. The first failure cancels those that wait."""
+        """Return a completion for each request. The first failure cancels requests not yet sent."""
         if not self.has_checked_log_probs:
             self._require_log_probs(requests[0])
         with ThreadPoolExecutor(self.config.batch) as threads:
@@ -258,7 +261,7 @@ class VLLMServer(VLLMClient):
         }
 
     def _complete(self, body: dict[str, Any]) -> Completion:
-        """Return the server's completion. Raises DrumlineError if its answer has no such thing."""
+        """Return the server's completion. Raises DrumlineError for an answer without a whole one."""
         answer = self.server.request("/v1/completions", body)
         try:
             completion = _parse_answer(answer)
@@ -272,16 +275,20 @@ class VLLMServer(VLLMClient):
         return completion
 
     def _require_log_probs(self, request: Request) -> None:
-        """Raise DrumlineError if the server gives log-probs of another kind than is needed.
+        """Raise DrumlineError if the server returns log-probs of another kind than is needed.
 
-        It gives those of the logits as they are (raw), or of what is sampled from (processed).
+        Raw log-probs are those before temperature, top-k and top-p, processed ones those after.
+
+            temperature 1, neither top-k nor top-p    both are the same
+            temperature 1 with top-k or top-p         raw
+            another temperature                       processed; the config refuses top-k and top-p
+            top-k 1 (greedy)                          either, as nothing reads them
         """
         config = self.config
         needs_processed = config.temperature != 1
-        has_no_cuts = config.top_p == 1 and config.top_k == 0
-        # Without temperature and cuts both are the same. A greedy choice is no sample, so nothing reads
-        # its log-prob.
-        takes_either = config.top_k == 1 or (not needs_processed and has_no_cuts)
+        is_greedy = config.top_k == 1
+        has_whole_distribution = config.top_p == 1 and config.top_k == 0
+        takes_either = is_greedy or (not needs_processed and has_whole_distribution)
         if not takes_either and self._gives_processed_log_probs(request) != needs_processed:
             kind = "processed_logprobs" if needs_processed else "raw_logprobs"
             what = (
@@ -291,10 +298,11 @@ class VLLMServer(VLLMClient):
         self.has_checked_log_probs = True
 
     def _gives_processed_log_probs(self, request: Request) -> bool:
-        """Return whether log-probs are of the distribution that is sampled from.
+        """Return whether the server's log-probs are of the distribution that is sampled from.
 
-        Two requests are each allowed one token. Processed log-probs are then 0 for both. Raw ones are
-        of the whole vocabulary, where two tokens cannot both be likelier than a half.
+        Each of two requests allows one token only, another one each. Processed log-probs are then 0 for
+        both tokens. Raw ones are of the whole vocabulary, in which two tokens cannot both have a
+        probability above a half.
         """
         ordinary_tokens = (token for token in count() if token not in self.end_tokens)
         for token in islice(ordinary_tokens, 2):
@@ -310,7 +318,7 @@ class VLLMServer(VLLMClient):
 
 
 def _parse_answer(answer: Any) -> Completion | None:
-    """Return the completion in an answer of /v1/completions; None if it is not whole.
+    """Return the completion in an answer of /v1/completions; None if it is empty or was broken off.
 
     Raises TypeError, KeyError, IndexError, ValueError or AttributeError for an answer of another form.
     """
@@ -326,21 +334,22 @@ def _parse_answer(answer: Any) -> Completion | None:
 
 
 class WeightFolder:
-    """Hands the weights to a server through a folder that both see.
+    """Hands the weights to a server through a folder that both can read.
 
     Rank 0 writes safetensors files and calls `reload_weights` by /collective_rpc, the documented way of
     layer-wise reloading. Then it empties the server's prefix cache.
     """
 
-    def __init__(self, server: Server, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, server: VLLMConnection, folder: Path, dtype: torch.dtype) -> None:
         """`dtype`: the type of floating-point weights in the files."""
         self.server = server
         self.folder = folder
         self.dtype = dtype
-        self.turn = 0
+        # How often weights were handed over.
+        self.hand_overs = 0
 
     def refresh(self, weights: Weights) -> None:
-        """Hand over all weights. Collective; returns on no rank before the server has them.
+        """Hand over all weights. Collective; it returns once the server has them, on all ranks.
 
         Raises EnvironmentFault if the folder cannot be written, DrumlineError if the server fails, on
         all ranks.
@@ -351,7 +360,7 @@ class WeightFolder:
         else:
             for _ in weights:
                 continue
-        self.turn += 1
+        self.hand_overs += 1
         has_failed = from_all(failure is not None)
         if failure is not None:
             raise failure
@@ -365,11 +374,12 @@ class WeightFolder:
 
         Returns why that failed; None if it did not.
         """
-        # Two folders in turn: the server may still read the previous weights.
-        folder = self.folder / f"{self.turn % 2}"
-        previous_folder = self.folder / f"{(self.turn + 1) % 2}"
+        # Two folders are used alternately, since the server may still read the previous weights.
+        folder = self.folder / f"{self.hand_overs % 2}"
+        previous_folder = self.folder / f"{(self.hand_overs + 1) % 2}"
         failure: DrumlineError | None = None
-        # All weights are taken even if a file cannot be written: the other ranks go on.
+        # All weights are taken even if a file cannot be written: the iterator is collective, and the
+        # other ranks go on.
         for number, shard in enumerate(_shards(weights, self.dtype)):
             if failure is None:
                 failure = self._save(shard, folder, number)
@@ -409,7 +419,7 @@ class WeightFolder:
 
 
 def _shards(weights: Weights, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the weights on the host, in parts of at most SHARD_BYTES, or of one tensor."""
+    """Yield the weights on the host, in dictionaries of at most SHARD_BYTES, or of one larger tensor."""
     shard: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in weights:
@@ -424,12 +434,11 @@ def _shards(weights: Weights, dtype: torch.dtype) -> Iterator[dict[str, torch.Te
     yield shard
 
 
-class VLLMEngine(VLLMClient):
-    """`generate` by `vllm.LLM` in this process.
+class InProcessVLLM(BaseVLLM):
+    """Samples by `vllm.LLM` in this process.
 
-    It has the model at `model_path` and computes in `dtype` (bfloat16, float16 or float32), with our own
-    seeds. New weights come as an iterator by `collective_rpc("reload_weights")`. Its executor leaves
-    processes to their launcher.
+    New weights are handed over as an iterator by `collective_rpc("reload_weights")`. The executor
+    `external_launcher` starts no processes of its own.
     """
 
     def __init__(
@@ -445,19 +454,17 @@ class VLLMEngine(VLLMClient):
 
         Args:
             config: The section `algorithm.generator`.
-            tokenizer: Of the policy.
-            seed: Of the run.
-            model_path: A folder that vLLM loads.
-            dtype: bfloat16, float16 or float32.
-            rows: Rows of an embedding that is larger than the one in the model's files; None: as
-                in the files.
+            tokenizer: The tokenizer of the policy.
+            seed: The seed of the run.
+            model_path: The folder or hub id of the model that vLLM loads.
+            dtype: What it computes in: bfloat16, float16 or float32.
+            rows: Rows of the embedding if it is larger than the one in the model's files; else None.
 
         Raises EnvironmentFault if vLLM is missing or cannot start.
         """
         require_installed(config)
         super().__init__(config, tokenizer, seed)
-        # Log-probs of softmax(logits / temperature) are needed. Raw ones know no temperature, processed
-        # ones also top_p and top_k (see the config's check).
+        # Log-probs of softmax(logits / temperature) are needed, see `RemoteVLLM._require_log_probs`.
         log_probs = "raw_logprobs" if config.temperature == 1 else "processed_logprobs"
         self.llm = _engine(model_path, dtype, config.memory, config.batch, log_probs, seed, rows)
         self.positions = self.llm.llm_engine.model_config.max_model_len
@@ -471,13 +478,13 @@ class VLLMEngine(VLLMClient):
         return [_to_completion(output.outputs[0]) for output in outputs]
 
     def refresh(self, weights: Weights) -> None:
-        """Take over all weights. Collective if they are."""
+        """Replace all weights. Collective if the iterator is."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.reset_prefix_cache()
 
 
 def _to_completion(output: Any) -> Completion:
-    """Return vLLM's output for a request. Raises DrumlineError if it gave up the request."""
+    """Return vLLM's output as a completion. Raises DrumlineError if vLLM gave up the request."""
     tokens = list(output.token_ids)
     if not tokens or output.finish_reason not in FINISHED or output.logprobs is None:
         raise DrumlineError(f"vLLM gave up a request: {output.finish_reason}", where=WHERE)
@@ -488,10 +495,10 @@ def _to_completion(output: Any) -> Completion:
 
 
 def require_installed(config: Any) -> None:
-    """Check what a generator of kind vllm needs, without importing vLLM.
+    """Check that a generator of kind vllm has what it needs, without importing vLLM.
 
-    Raises EnvironmentFault if it runs vLLM in this process and vLLM is missing, ConfigError for a url
-    of an environment variable that is not set here.
+    Raises EnvironmentFault if it runs vLLM in this process and vLLM is not installed, ConfigError if
+    its url is in an environment variable that is not set here.
     """
     if not isinstance(config, Config):
         return
@@ -510,7 +517,7 @@ def _engine(
     seed: int,
     rows: int | None,
 ) -> Any:
-    """Return this process's engine. There is memory for one only.
+    """Return this process's engine, of which there is one: GPU memory is reserved for a single one.
 
     Raises EnvironmentFault if it cannot start.
     """
@@ -523,7 +530,7 @@ def _engine(
     if rows is not None:
         grown = {
             "load_format": "dummy",
-            "hf_overrides": functools.partial(_with_rows, rows=rows),
+            "hf_overrides": functools.partial(_set_vocabulary_size, rows=rows),
         }
     try:
         return LLM(
@@ -543,7 +550,7 @@ def _engine(
         raise EnvironmentFault(f"vLLM does not start: {reason}", where=WHERE) from None
 
 
-def _with_rows(config: Any, rows: int) -> Any:
+def _set_vocabulary_size(config: Any, rows: int) -> Any:
     """Return a model's Hugging Face config, changed so that the embedding has `rows` rows."""
     for part in (config, config.get_text_config()):
         if hasattr(part, "vocab_size"):

@@ -25,9 +25,9 @@ from drumline.rl.reading import (
     ModelReaders,
     ReadEpisodes,
     last_scores,
-    log_probs_of,
-    scores_after,
-    values_of,
+    log_prob_reader,
+    read_scores,
+    read_values,
 )
 from drumline.rl.rewards import Rewards, reward_names
 from drumline.rl.rollouts import Rollouts
@@ -65,7 +65,7 @@ def build_rollouts(
         plan.fixed_width,
     )
     algorithm = spec.build()
-    extract_log_probs = log_probs_of(spec.loss_chunk, spec.generator.temperature)
+    extract_log_probs = log_prob_reader(spec.loss_chunk, spec.generator.temperature)
     check = SamplerCheck(
         config=spec.generator,
         # Runs the policy over episodes, without gradients.
@@ -138,7 +138,7 @@ def build_scorers(
     Collective: the frozen models are built. `tail`: as `last_scores` takes it.
     """
     temperature = spec.generator.temperature
-    log_probs = log_probs_of(spec.loss_chunk, temperature)
+    log_probs = log_prob_reader(spec.loss_chunk, temperature)
     has_value_head = spec.head == "valued"
     has_kl = spec.kl.coefficient > 0
 
@@ -146,7 +146,7 @@ def build_scorers(
     # numbers from then.
     policy: ReadEpisodes | None = None
     if has_value_head or has_kl or not spec.on_policy:
-        with_values = log_probs_of(spec.loss_chunk, temperature, has_value_head)
+        with_values = log_prob_reader(spec.loss_chunk, temperature, has_value_head)
         policy = partial(episode_reader.read, engine, read=with_values)
 
     reference: ReadEpisodes | None = None
@@ -160,7 +160,7 @@ def build_scorers(
     # A value model of its own is trained beside the policy.
     value: ReadEpisodes | None = None
     if isinstance(engine, CompositeEngine):
-        value = partial(episode_reader.read, engine.engines["value"], read=values_of)
+        value = partial(episode_reader.read, engine.engines["value"], read=read_values)
 
     return ModelReaders(
         policy=policy,
@@ -186,6 +186,6 @@ def _build_reward_scorers(
     scorers: dict[str, ReadEpisodes] = {}
     for name, role in zip(names, roles, strict=True):
         reward_model = build_engine(plan, device, role=role)
-        score_tokens = partial(episode_reader.read, reward_model, read=scores_after)
+        score_tokens = partial(episode_reader.read, reward_model, read=read_scores)
         scorers[name] = partial(last_scores, score_tokens, tail, episode_reader.width)
     return scorers

@@ -27,8 +27,14 @@ from drumline.models.scores import language_weights
 from drumline.models.shards import Values
 from drumline.models.tokenizer import load_tokenizer
 from drumline.plan.plan import Plan
-from drumline.rl.build import RolloutFiles, generator, greedy_generator
-from drumline.rl.generate import Completion, Generator, Request, SharedSampling, generate_together
+from drumline.rl.build import RolloutFiles, build_generator, greedy_generator
+from drumline.rl.generate import (
+    Completion,
+    DistributedSampling,
+    Generator,
+    Request,
+    generate_together,
+)
 from drumline.rl.sampler_check import SamplerCheck
 from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Samples
@@ -53,7 +59,7 @@ class TextGeneration:
     check: SamplerCheck | None = None
     _generator: Generator | None = None
     # The background generation that `sample_ahead` started last; None before the first.
-    _background_sampling: SharedSampling | None = None
+    _background_sampling: DistributedSampling | None = None
     # Copies new weights into the generator; None if that uses the engine's own.
     _refresh: Callable[[Any], None] | None = None
 
@@ -67,12 +73,12 @@ class TextGeneration:
             current = greedy_generator(current)
         return generate_together(current, requests, step)
 
-    def sample_ahead(self, requests: list[Request], step: int) -> SharedSampling:
+    def sample_ahead(self, requests: list[Request], step: int) -> DistributedSampling:
         """Generate completions in a thread, with the current weights, while training goes on.
 
         Collective.
         """
-        self._background_sampling = SharedSampling(
+        self._background_sampling = DistributedSampling(
             self._current_generator(), requests, step, in_background=True
         )
         return self._background_sampling
@@ -96,7 +102,7 @@ class TextGeneration:
         if not self.ahead:
             unsharded = self.engine.unsharded_model()
         if self._generator is None:
-            self._generator, self._refresh = generator(
+            self._generator, self._refresh = build_generator(
                 self.config,
                 self.tokenizer,
                 self.plan.config.run.seed,

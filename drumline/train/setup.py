@@ -113,7 +113,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if rollout is not None:
         from drumline.rl import vllm  # importing the generators takes a second
 
-        rewards.require(rollout.rewards)
+        rewards.require_installed(rollout.rewards)
         vllm.require_installed(rollout.generator)
 
     # The models. The policy is the model that is trained, with any algorithm.
@@ -407,7 +407,7 @@ def _check_prompts(
     columns = None
     if data is not None:
         columns = data_prepare.prompt_columns(data)
-    rewards.check(rollout.rewards, base_dir.absolute(), columns)
+    rewards.check_importable(rollout.rewards, base_dir.absolute(), columns)
     has_function = any(reward.kind == "function" for reward in rollout.rewards)
     if has_function and columns is not None and "completion" in columns:
         notes(

@@ -20,7 +20,7 @@ from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.foreign import expanded, first_line, require_package
 from drumline.models.containers import LOW_PRECISION
 from drumline.plan.plan import Plan
-from drumline.rl.generate import generating, rank_and_world_size
+from drumline.rl.generate import generation_mode, rank_and_world_size
 from drumline.system.heartbeat import alive
 from drumline.train.state import is_due
 
@@ -168,7 +168,7 @@ class Tasks:
         # What the harness does between its calls of the model may also take long.
         alive(math.inf)
         module = self.model()
-        with generating(module):
+        with generation_mode(module):
             lm = Shared(
                 pretrained=module,
                 tokenizer=self.tokenizer,

@@ -24,7 +24,7 @@ def vllm(model_dir: str, out: Path, url: str) -> dict[str, Any]:
 
     from drumline.config import rollouts as c
     from drumline.errors import DrumlineError
-    from drumline.rl.build import RolloutFiles, generator
+    from drumline.rl.build import RolloutFiles, build_generator
     from drumline.rl.generate import HFGenerator, Request, generate_together
     from tests.tiny import tiny_tokenizer
 
@@ -35,7 +35,7 @@ def vllm(model_dir: str, out: Path, url: str) -> dict[str, Any]:
             parameter.mul_(1.1)
     config = c.VLLMGenerator(url=url, max_new_tokens=8)
     files = RolloutFiles(run_dir=out.parent)
-    made, refresh = generator(config, tokenizer, 3, None, lambda: None, files=files)
+    made, refresh = build_generator(config, tokenizer, 3, None, lambda: None, files=files)
     assert refresh is not None
     refresh(model.named_parameters(remove_duplicate=False))
     requests = [Request([5, 6, 7 + index], (index, 0)) for index in range(5)]
@@ -47,7 +47,7 @@ def vllm(model_dir: str, out: Path, url: str) -> dict[str, Any]:
     in_the_way = out.parent / "in-the-way"
     in_the_way.write_text("")
     blocked = config.model_copy(update={"folder": str(in_the_way)})
-    _, refresh = generator(blocked, tokenizer, 3, None, lambda: None)
+    _, refresh = build_generator(blocked, tokenizer, 3, None, lambda: None)
     assert refresh is not None
     try:
         refresh(model.named_parameters())

@@ -85,7 +85,7 @@ def test_secrets_are_in_no_file_of_a_run(
     assert finished.code == 3, finished.err
     (line,) = finished.error_lines
     told = f"raised ValueError in mine.py:{RAISES}: no access with [redacted]"
-    failed = "100% of the episodes got no reward, in rollout 2 of such in a row"
+    failed = "100% of the episodes got no reward (2 such rollouts in a row)"
     assert f"{failed}: tells {told}" in line
     assert column(run_dir, "step") == [1]
     assert column(run_dir, "status", "run_end")[-1] == "stopped"

@@ -36,7 +36,7 @@ def why_not(kernel: Any, kind: str) -> str | None:
 def summed_loss(model: Any) -> torch.Tensor:
     """Return the loss of the documents under autocast, summed over their tokens."""
     batch = batch_of(*DOCUMENTS).to("cuda")
-    objective = NextToken(chunk=8, answers=False).objective
+    objective = NextToken(chunk=8, has_answers=False).objective
     with torch.autocast("cuda", BF16):
         loss_sum, _ = ForwardWithObjective(model)(batch, objective)
     loss_sum.backward()
@@ -76,7 +76,7 @@ def test_a_micro_batch_does_not_stop_the_host(attention: str) -> None:
     batch = batch_of(*DOCUMENTS)
     on_gpu = batch.to("cuda")
     module = ForwardWithObjective(model)
-    objective = NextToken(chunk=8, answers=False).objective
+    objective = NextToken(chunk=8, has_answers=False).objective
 
     torch.cuda.set_sync_debug_mode("error")
     try:

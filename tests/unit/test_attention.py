@@ -170,7 +170,7 @@ def gradients_of(model: Any) -> Gradients:
 
 def loss_and_gradients(model: Any, batch: TokenBatch) -> tuple[torch.Tensor, Gradients]:
     model.zero_grad()
-    objective = NextToken(chunk=0, answers=True).objective
+    objective = NextToken(chunk=0, has_answers=True).objective
     loss_sum, _ = ForwardWithObjective(model)(batch, objective)
     loss_sum.backward()
     return loss_sum.detach(), gradients_of(model)
@@ -444,7 +444,7 @@ def test_a_micro_batch_has_no_stop_and_no_mask(
     width = 20 if rows == "padded" else 19
     batch = batch_of((3, 7, 9), (11, 8), width=width)
     module = ForwardWithObjective(model)
-    objective = NextToken(chunk=8, answers=False).objective
+    objective = NextToken(chunk=8, has_answers=False).objective
     seen = Seen()
     for name in ("tolist", "cpu", "numpy"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: seen.stops.append(name))
@@ -474,7 +474,7 @@ def test_a_recomputed_block_attends_to_its_own_batch() -> None:
     apply_activation_checkpointing(model, "full")
     model.zero_grad()
     module = ForwardWithObjective(model)
-    objective = NextToken(chunk=0, answers=True).objective
+    objective = NextToken(chunk=0, has_answers=True).objective
     loss_sum, _ = module(first, objective)
     module(second, objective)
     loss_sum.backward()

@@ -106,7 +106,7 @@ def train(
     batch: TokenBatch,
 ) -> tuple[Tensor, dict[str, int]]:
     """Return a batch's loss and counts; the module's parameters get their gradients."""
-    objective = NextToken(4, answers=True).eval_objective
+    objective = NextToken(4, has_answers=True).eval_objective
     loss, sums = module(batch, objective)
     loss.backward()
     counts = {name: int(value) for name, value in sums.items()}

@@ -17,12 +17,12 @@ from drumline.models.attention import attend_by_documents
 from drumline.models.build import build_model
 from drumline.rl.continuous import ContinuousGenerator
 from drumline.rl.generate import (
-    AtEndings,
     Completion,
-    Endings,
     HFGenerator,
     Request,
     Sampler,
+    StopCriteria,
+    StopRules,
     assign_requests,
     gumbel,
     request_seed,
@@ -227,7 +227,7 @@ def test_the_host_reads_nothing_of_a_token_but_the_token(model: Any, padded: boo
     reads = []
     for length in (4, 12):
         generator = hf(model, max_new_tokens=length)
-        generator.endings = Endings(frozenset(), (), None)
+        generator.stop_rules = StopRules(frozenset(), (), None)
         with HostReads() as host:
             first, second = generator.generate(requests, step=3)
 
@@ -247,25 +247,25 @@ def test_a_completion_that_is_read_one_token_late_ends_at_the_same_token(is_late
         [9, 9, 5, 6, 7, 7, 7],
     ]
     tokens_BT = torch.tensor(rows)
-    endings = Endings(frozenset({2}), (), None)
-    ends = AtEndings(
-        endings,
+    rules = StopRules(frozenset({2}), (), None)
+    ends = StopCriteria(
+        rules,
         rows=3,
         prompt_width=2,
-        most=5,
+        max_new_tokens=5,
         is_late=is_late,
     )
     for width in (3, 4, 5):
         flags = ends(tokens_BT[:, :width], None)
 
-    assert ends.goes_on()
+    assert ends.should_continue()
     assert flags.tolist() == [True, not is_late, False]
 
     ends(tokens_BT[:, :6], None)
-    assert ends.goes_on()
+    assert ends.should_continue()
 
     ends(tokens_BT, None)
-    assert not ends.goes_on(), "all tokens are there that it may have"
+    assert not ends.should_continue(), "all tokens are there that it may have"
 
     ends.read_all()
     assert ends.lengths == [2, 3, None]
@@ -368,10 +368,10 @@ def end_early(model: Any, completions: Completions) -> Tokens:
     return ends
 
 
-def cut(endings: Endings, tokens: Tokens) -> Cut:
+def cut(rules: StopRules, tokens: Tokens) -> Cut:
     """Return how many of `tokens` there are up to the end, and whether there is one."""
     for count in range(1, len(tokens) + 1):
-        if endings.after(tokens[:count]):
+        if rules.is_met(tokens[:count]):
             return count, True
 
     return len(tokens), False
@@ -418,17 +418,17 @@ def test_a_stop_text_ends_where_it_is_complete() -> None:
     tokenizer = tiny_tokenizer()
     tokens = tokenizer.encode("What is two plus three? Two plus three is five.")
 
-    endings = Endings(frozenset({2}), ("ee? T", "</answer>"), tokenizer)
-    count, ended = cut(endings, tokens)
+    rules = StopRules(frozenset({2}), ("ee? T", "</answer>"), tokenizer)
+    count, ended = cut(rules, tokens)
 
     assert ended
     assert "ee? T" in tokenizer.decode(tokens[:count])
 
     shorter = tokens[: count - 1]
     assert "ee? T" not in tokenizer.decode(shorter)
-    assert cut(endings, shorter) == (count - 1, False)
+    assert cut(rules, shorter) == (count - 1, False)
 
-    assert cut(endings, [5, 2, 7]) == (2, True)
+    assert cut(rules, [5, 2, 7]) == (2, True)
 
 
 def test_stop_texts_end_generation_of_a_model(model: Any) -> None:
@@ -437,8 +437,8 @@ def test_stop_texts_end_generation_of_a_model(model: Any) -> None:
     stop = tokenizer.decode(free[3].tokens[6:8])
 
     stopped = generate(model, stop=(stop,))
-    endings = Endings(frozenset({2}), (stop,), tokenizer)
-    expected = [cut(endings, tokens) for tokens in tokens_of(free)]
+    rules = StopRules(frozenset({2}), (stop,), tokenizer)
+    expected = [cut(rules, tokens) for tokens in tokens_of(free)]
     assert_cut(stopped, free, expected)
     assert stopped[3].ended
 

@@ -14,7 +14,7 @@ import torch
 from drumline.algorithms.credit import group_advantages, have_different_rewards, whiten
 from drumline.algorithms.grpo.objective import GRPO
 from drumline.algorithms.grpo.spec import GRPOConfig
-from drumline.algorithms.policy import KLController, clipped, divergence
+from drumline.algorithms.policy import KLController, divergence, ppo_clip_loss
 from drumline.data.batches import Episodes, collate_episodes
 from drumline.models.head import Outputs
 
@@ -321,7 +321,7 @@ def test_a_ratio_beyond_fp32_has_a_loss_and_a_gradient(delta: float | None) -> N
     """It overflowed, and inf · 0 made NaN of the clip's gradient, or of an advantage of 0."""
     logs_BT = torch.tensor([[100.0, 100.0, 100.0, 0.1]]).requires_grad_()
     advantages_BT = torch.tensor([[1.0, 0.0, -1.0, 1.0]])
-    loss_BT, cut_BT = clipped(
+    loss_BT, cut_BT = ppo_clip_loss(
         logs_BT,
         advantages_BT,
         0.2,

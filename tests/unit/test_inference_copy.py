@@ -14,7 +14,7 @@ from drumline.config import rollouts as c
 from drumline.config.config import LoRAConfig
 from drumline.errors import ModelError
 from drumline.models import adapters
-from drumline.rl.build import generator
+from drumline.rl.build import build_generator
 from drumline.rl.generate import InferenceCopy, Request
 from tests.tiny import read_model, tiny_tokenizer
 
@@ -64,8 +64,8 @@ def test_a_copy_samples_what_the_live_model_samples(model: Path, adapter: bool, 
     def load_copy() -> Any:
         return load(model, adapter=adapter)
 
-    live, none = generator(config, tokenizer, 1, learned, no_copy)
-    apart, refresh = generator(config, tokenizer, 1, None, load_copy)
+    live, none = build_generator(config, tokenizer, 1, learned, no_copy)
+    apart, refresh = build_generator(config, tokenizer, 1, None, load_copy)
 
     assert none is None
     assert refresh is not None
@@ -106,18 +106,18 @@ def test_weights_that_do_not_fit_are_named_after_all_have_come(model: Path) -> N
             came.append(name)
             yield name, tensor
 
-    with pytest.raises(ModelError, match=r"model\.norm\.weight \(3,\) against \(32,\) \(2 such\)"):
+    with pytest.raises(ModelError, match=r"weight is \(3,\), and \(32,\) in the copy \(2 such\)"):
         copy.refresh(weights({"model.norm.weight": torch.zeros(3)}))
 
     assert came[-1] == "model.norm.weight"
     assert len(came) == 20
 
-    with pytest.raises(ModelError, match=r"v_head \(1,\) against nothing"):
+    with pytest.raises(ModelError, match=r"the copy has no v_head \(1,\)"):
         copy.refresh(weights({"v_head": torch.zeros(1)}))
 
     others = [pair for pair in weights({}) if pair[0] != "model.norm.weight"]
 
-    with pytest.raises(ModelError, match=r"model\.norm\.weight did not come"):
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is missing"):
         copy.refresh(iter(others))
 
 
@@ -127,13 +127,13 @@ def test_under_autocast_continuous_batching_takes_a_copy(model: Path) -> None:
 
     tokenizer = tiny_tokenizer()
     continuous = c.ContinuousGenerator()
-    _, refresh = generator(continuous, tokenizer, 1, load(model), load_copy, torch.bfloat16)
+    _, refresh = build_generator(continuous, tokenizer, 1, load(model), load_copy, torch.bfloat16)
 
     assert refresh is not None
 
     live = load(model)
     config = c.HFGenerator(max_new_tokens=4)
-    made, none = generator(config, tokenizer, 1, live, no_copy, torch.bfloat16)
+    made, none = build_generator(config, tokenizer, 1, live, no_copy, torch.bfloat16)
 
     assert none is None
 

@@ -95,7 +95,7 @@ def loop(
     built = Loop(
         plan=made,
         engine=engine,
-        algorithm=NextToken(0, answers=False),
+        algorithm=NextToken(0, has_answers=False),
         batches=(batch(s) for s in steps),
         held_out=sets,
         saver=Saver(

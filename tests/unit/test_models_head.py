@@ -194,7 +194,7 @@ def test_both_ways_give_the_same_loss_and_gradients(kind: str) -> None:
     model, batch = build(kind).eval(), packed_batch()
     module = ForwardWithObjective(model)
     assert module.has_separable_head
-    objective = NextToken(chunk=4, answers=False).objective
+    objective = NextToken(chunk=4, has_answers=False).objective
     results = []
     for splits in (True, False):
         module.has_separable_head = splits

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drumline.algorithms.python.objective import FIELDS, OURS, PythonObjective
+from drumline.algorithms.python.objective import FIELDS, RESERVED, PythonObjective
 from drumline.algorithms.python.spec import PythonConfig
 from drumline.config.data import FileSource, PythonSource
 from drumline.config.load import Loaded, load, load_text, saved_config
@@ -58,16 +58,22 @@ def given(out: Any, weight: float = 2.0) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", ["weight", "squared_norms", "loss", 3])
-def test_names_of_sums_that_are_drumline_s(name: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=f"a sum of the name {name!r}, which Drumline uses itself"
-    ):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("weight", "a sum of the name 'weight', which Drumline uses itself"),
+        ("squared_norms", "a sum of the name 'squared_norms', which Drumline uses itself"),
+        ("loss", "a sum of the name 'loss', which Drumline uses itself"),
+        (3, "a sum whose name is no string: 3"),
+    ],
+)
+def test_names_that_no_sum_may_have(name: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         given((ONE, {name: ONE}))
 
 
 def test_sums_that_are_called_like_a_field_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    assert {"t", "kind", *Step.names(), *Eval.names()} == FIELDS and set(OURS) == {
+    assert {"t", "kind", *Step.names(), *Eval.names()} == FIELDS and set(RESERVED) == {
         "loss",
         "weight",
         SQUARES,

@@ -216,7 +216,7 @@ def test_sft_is_trls() -> None:
     module = ForwardWithObjective(learner)
     documents = [pair[:1] for pair in segments()]
     chosen = collate(documents, pad_id=0, width=None)
-    objective = NextToken(16, answers=True).objective
+    objective = NextToken(16, has_answers=True).objective
 
     loss_sum, _ = module(chosen, objective)
     loss = loss_sum / chosen.weight

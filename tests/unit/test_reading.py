@@ -52,7 +52,7 @@ def assign(
         cut = (episodes, picks, accumulation, micro_batch)
         _, tokens = reader.micro_batches(*cut)
         total += tokens
-        own, _ = reader._deal(*cut)
+        own, _ = reader._assign(*cut)
         assigned += own
 
     assert total == episodes.lengths[without_fillers(picks)].sum()

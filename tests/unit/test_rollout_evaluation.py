@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pydantic import TypeAdapter
 
 from drumline.config.rollouts import Reward, RewardFailureConfig
 from drumline.data.encode import OWN_COLUMNS
 from drumline.errors import TrainingStopped
 from drumline.rl.generate import Completion
-from drumline.rl.rewards import Rewards
-from drumline.rl.rollouts import Rollouts, Sample, SampleGroups
+from drumline.rl.rewards import EpisodeScore, EpisodeText, Rewards
+from drumline.rl.rollouts import Rollouts, Sample, ScoredSamples
 from drumline.system.redact import redacted_json
 from drumline.telemetry.events import Eval, Event
 from tests.unit.test_report_progress import START, told
@@ -52,15 +53,50 @@ def evaluated(
     config: Any = TypeAdapter(Reward).validate_python(
         {"kind": "function", "path": f"mine.py:{reward}"}
     )
+    with Rewards([config], folder, workers=1) as rewards:
+        return evaluate_by(rewards, {}, **held_out)
+
+
+def evaluate_by(
+    rewards: Any, model_rewards: dict[str, Any], **held_out: list[dict[str, Any]]
+) -> tuple[dict[str, float], int, dict[str, Any]]:
+    """Evaluate by `rewards`; `model_rewards`: reward of kind model → what scores the episodes."""
     rollouts = object.__new__(Rollouts)
     rollouts.held_out = {name: Prompts(metas) for name, metas in held_out.items()}  # type: ignore[misc]
     rollouts.sample = lambda requests, step, greedy: [
         Completion([3], [0.0], True) for _ in requests
     ]
-    rollouts.decode, rollouts.readers = str, SimpleNamespace(rewards={})  # type: ignore[assignment]
+    rollouts.decode = str
+    rollouts.readers = SimpleNamespace(rewards=model_rewards)  # type: ignore[assignment]
     rollouts.algorithm = SimpleNamespace(missing_stop_penalty=0.0)  # type: ignore[assignment]
-    with Rewards([config], folder, workers=1) as rollouts.rewards:
-        return rollouts.evaluate(3)
+    rollouts.rewards = rewards
+    return rollouts.evaluate(3)
+
+
+def test_a_failed_reward_of_weight_0_leaves_an_episode_its_reward() -> None:
+    judge = {"kind": "model", "model": "some/model", "name": "judge"}
+    metric = {**judge, "name": "metric", "weight": 0}
+    configs = [TypeAdapter(Reward).validate_python(values) for values in (judge, metric)]
+    model_rewards = {
+        "judge": lambda batch: torch.tensor([2.0]),
+        "metric": lambda batch: torch.tensor([math.nan]),
+    }
+    with Rewards(configs, Path(), workers=1) as rewards:
+        metrics, _, failures = evaluate_by(rewards, model_rewards, all=[{}])
+    assert (metrics["reward"], metrics["reward_failed"]) == (2.0, 0.0)
+    assert failures == {"metric": {"returned nan": 1}}
+
+
+def test_a_reward_gets_the_columns_of_the_row_once() -> None:
+    given: list[EpisodeText] = []
+
+    def score(items: list[EpisodeText], _: Any) -> list[EpisodeScore]:
+        given.extend(items)
+        return [EpisodeScore(1.0, {}, {})]
+
+    rewards = SimpleNamespace(names=[], score=score)
+    evaluate_by(rewards, {}, all=[{"level": 1, OWN_COLUMNS: {"domain": "maths"}}])
+    assert given[0].meta == {"prompt": "?", "level": 1, "domain": "maths"}
 
 
 @pytest.mark.slow
@@ -126,12 +162,12 @@ def failing_rollout(left_out: int, failed: int, rewarded: int) -> str:
     algorithm = SimpleNamespace(reward_failure=RewardFailureConfig(rollouts=1), steps_per_rollout=1)
     values: dict[str, Any] = {**nothing, "plan": SimpleNamespace(steps=9), "algorithm": algorithm}
     rollouts = Unreported(**values)
-    episode = ([1], Completion([2], [-1.0], True))
-    samples = [Sample(0, episode, "", math.nan, applies=False)] * left_out
-    samples += [Sample(0, episode, "", math.nan)] * failed
-    samples += [Sample(0, episode, "", 1.0)] * rewarded
+    completion = Completion([2], [-1.0], True)
+    samples = [Sample(0, [1], completion, "", math.nan, applies=False)] * left_out
+    samples += [Sample(0, [1], completion, "", math.nan)] * failed
+    samples += [Sample(0, [1], completion, "", 1.0)] * rewarded
     try:
-        rollouts._check_rewards(0, SampleGroups(samples, {}, {}), len(samples))
+        rollouts._check_rewards(0, ScoredSamples(samples, {}, {}), len(samples))
     except TrainingStopped as error:
         return error.what
     return ""
@@ -201,9 +237,8 @@ def test_the_rollout_that_ends_a_run_is_of_a_step_not_reached() -> None:
         "emit": events.append,
     }
     rollouts = Rollouts(**{**values, "decode": str, "prompts": Prompts([{}])})
-    sampled = SampleGroups(
-        [Sample(0, ([1], Completion([2], [-1.0], True)), "words", math.nan)] * 2, {}, {}
-    )
+    sample = Sample(0, [1], Completion([2], [-1.0], True), "words", math.nan)
+    sampled = ScoredSamples([sample] * 2, {}, {})
     with pytest.raises(TrainingStopped):
         rollouts._check_rewards(2, sampled, 1)
     assert [(event.kind, event.step, event.trained) for event in events] == [

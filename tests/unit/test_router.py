@@ -57,7 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"num_local_experts": 4, "head_dim": 8},
 }
-OBJECTIVE = NextToken(chunk=0, answers=False).objective
+OBJECTIVE = NextToken(chunk=0, has_answers=False).objective
 
 
 def config_of(kind: str, **changes: Any) -> ModelConfig:

@@ -16,7 +16,7 @@ from drumline.checkpoint.save import Checkpointer
 from drumline.data.order import BatchStream, GlobalOrder
 from drumline.models import attention
 from drumline.plan.plan import BatchPlan
-from drumline.rl.generate import SharedSampling
+from drumline.rl.generate import DistributedSampling
 from drumline.system.threads import bind_to_gpu
 from tests.checkpoint_ranks import content
 
@@ -33,7 +33,7 @@ def save(folder: Path) -> None:
 
 
 def roll_out(folder: Path) -> None:
-    SharedSampling(Nothing(), [], 0, in_background=True).wait()
+    DistributedSampling(Nothing(), [], 0, in_background=True).wait()
 
 
 def collate(folder: Path) -> None:

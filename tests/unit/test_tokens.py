@@ -33,7 +33,7 @@ def test_exact_match_counts_whole_answers() -> None:
     logits = torch.nn.functional.one_hot(predicted, 5).float() * 9
     batch = TokenBatch(torch.zeros_like(targets), targets, positions, 5)
 
-    algorithm = NextToken(0, answers=True)
+    algorithm = NextToken(0, has_answers=True)
     out = algorithm.eval_objective(Outputs(logits_BTV=logits), batch)
 
     sums = {name: float(value) for name, value in out.sums.items()}
@@ -50,5 +50,5 @@ def test_exact_match_counts_whole_answers() -> None:
     assert figures["token_accuracy"] == 0.8
     assert figures["exact_match"] == 2 / 3
 
-    tokens_alone = NextToken(0, answers=False)
+    tokens_alone = NextToken(0, has_answers=False)
     assert "exact_match" not in tokens_alone.metrics(sums)

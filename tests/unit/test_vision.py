@@ -43,7 +43,7 @@ from drumline.models.vision import vision_of as vision_of_run
 from tests.harness import vision_rows, write_config, write_rows
 from tests.tiny import tiny_model_dir, tiny_vision_dir, write_images
 
-LOSS = NextToken(0, answers=True)
+LOSS = NextToken(0, has_answers=True)
 ROWS = {"kind": "file", "path": "rows.jsonl"}
 
 

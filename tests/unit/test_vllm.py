@@ -23,9 +23,9 @@ from drumline.errors import DrumlineError, EnvironmentFault, PlanError
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
 from drumline.rl import vllm
-from drumline.rl.build import RolloutFiles, generator, greedy_generator
+from drumline.rl.build import RolloutFiles, build_generator, greedy_generator
 from drumline.rl.generate import Completion, HFGenerator, Request, request_seed
-from drumline.rl.vllm import VLLMServer, WeightFolder
+from drumline.rl.vllm import RemoteVLLM, WeightFolder
 from tests.distributed.ranks import free_port
 from tests.plans import small_config
 from tests.tiny import read_model, tiny_tokenizer
@@ -41,9 +41,9 @@ def server(model: Path) -> Iterator[StubServer]:
         yield stub
 
 
-def client(server: StubServer, **options: Any) -> VLLMServer:
+def client(server: StubServer, **options: Any) -> RemoteVLLM:
     config = c.VLLMGenerator(**{"url": server.url, "max_new_tokens": 12, **options})
-    return VLLMServer(config, tiny_tokenizer(), 7)
+    return RemoteVLLM(config, tiny_tokenizer(), 7)
 
 
 def no_copy() -> Any:
@@ -51,7 +51,9 @@ def no_copy() -> Any:
 
 
 def make_generator(config: c.VLLMGenerator, *more: Any, **files: Any) -> tuple[Any, Any]:
-    return generator(config, tiny_tokenizer(), 7, None, no_copy, *more, files=RolloutFiles(**files))
+    return build_generator(
+        config, tiny_tokenizer(), 7, None, no_copy, *more, files=RolloutFiles(**files)
+    )
 
 
 def sample_here(model: Any, step: int, **options: Any) -> list[Completion]:
@@ -183,7 +185,7 @@ def test_a_server_that_is_not_there_or_is_no_vllm_is_one_line(server: StubServer
     refused = r"GET http://127.*Connection refused — start it with `vllm serve"
 
     with pytest.raises(EnvironmentFault, match=rf"algorithm\.generator\.url: {refused}"):
-        VLLMServer(missing, tiny_tokenizer(), 0)
+        RemoteVLLM(missing, tiny_tokenizer(), 0)
 
     with pytest.raises(EnvironmentFault, match=r"^[^@]*this is no URL") as caught:
         client(server, url="http://user:secret@host:port")

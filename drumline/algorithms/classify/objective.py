@@ -31,7 +31,7 @@ class Classify(Algorithm):
         self.label_smoothing = spec.label_smoothing
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
-        """Return the loss with label smoothing, and the numbers of samples and of correct ones."""
+        """Return the loss with label smoothing, and the numbers of labelled and of correct samples."""
         logits_BC, loss_sum = self._loss(outputs, batch, self.label_smoothing)
         labelled_B = batch.labels_B != IGNORE
         chosen_B = logits_BC.argmax(1)

@@ -48,7 +48,7 @@ class ClassifyConfig(AlgorithmSpec):
     @field_validator("labels")
     @classmethod
     def _labels_are_distinct(cls, labels: list[str] | None) -> list[str] | None:
-        """Refuse fewer than two classes, blank names, and a name that stands there twice."""
+        """Refuse fewer than two classes, blank names, and a name that occurs twice."""
         if labels is None:
             return None
         has_duplicates = len(set(labels)) < len(labels)
@@ -66,11 +66,11 @@ class ClassifyConfig(AlgorithmSpec):
         return self.modality
 
     def cache_parts(self) -> dict[str, Any]:
-        """Return the classes: a prepared sample has its class's number among them."""
+        """Return the classes, as a part of the token cache's key: its samples hold their indices."""
         return {"labels": self.labels}
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
-        """Return what makes samples of rows: token ids and a label, or an image's path and a label."""
+        """Return the encoder of rows: to token ids and a label, or to an image's path and a label."""
         from drumline.data.encode import LabelledImageEncoder, LabelledTextEncoder
 
         if self.modality == "text":

@@ -19,8 +19,7 @@ Loss = Literal[
 SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
 # Losses that sort the pairs of the global batch, in a first pass.
 SORTED = ("aot", "aot_unpaired")
-# Losses of a difference of scores, which another divergence than the reverse KL may transform
-# first.
+# Losses of Δ or Δ̄ alone, in which `f_divergence` may transform the scores.
 OF_DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
 
 
@@ -71,7 +70,7 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
 
     @property
     def weights(self) -> dict[str, float]:
-        """Loss → its weight."""
+        """The weight of each loss, by name."""
         if self.loss_weights:
             return {str(kind): weight for kind, weight in self.loss_weights.items()}
         # One loss is a sum of one, with the weight 1.
@@ -79,7 +78,7 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
 
     @model_validator(mode="after")
     def _options_match_losses(self) -> DPOConfig:
-        """Refuse options that none of the losses reads: a user would believe that they act."""
+        """Refuse label_smoothing, f_divergence and loss if they would have no effect."""
         losses = self.weights.keys()
         if self.loss_weights and self.loss != "sigmoid":
             raise ValueError("loss_weights names the losses: leave out loss")
@@ -95,7 +94,7 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
 
     @property
     def extra_forwards(self) -> int:
-        """1 for the pass in which the losses of ranks sort the pairs."""
+        """The number of first passes of the policy in a step: 1 if a loss sorts the pairs, else 0."""
         if any(kind in SORTED for kind in self.weights):
             return 1
         return 0

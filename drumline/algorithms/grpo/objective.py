@@ -13,10 +13,10 @@ from drumline.algorithms.policy import (
     PolicyGradient,
     Sums,
     TokenLoss,
-    clipped,
-    level_ratio,
+    cispo_loss,
+    log_ratio_at_level,
+    ppo_clip_loss,
     sum_where,
-    weighted_likelihood,
 )
 from drumline.data.batches import EpisodeBatch
 
@@ -24,12 +24,12 @@ from drumline.data.batches import EpisodeBatch
 class GRPO(PolicyGradient):
     """Σ w (c · surrogate + β · KL − entropy_weight · entropy) over tokens.
 
-    Advantages and weights w come with the batch. The surrogate is PPO's clip or CISPO's, of the
-    probability ratio of tokens or of completions (`ratio`).
+    The batch has the advantages and the weights w. The surrogate is PPO's clip or CISPO's, with the
+    probability ratio of tokens or of completions (option `ratio`).
 
-    c corrects for a generator that is not quite the policy (`importance`; truncated importance
-    sampling, Yao et al. 2025). It is 1, or min(π_old/π_sampler, cap) of the token or of the whole
-    completion.
+    c corrects for a generator that is not exactly the policy (option `importance`; truncated
+    importance sampling, Yao et al. 2025). It is 1, or min(π_old/π_sampler, importance_cap) of the token
+    or of the whole completion.
 
     β is `kl.coefficient`; with 0 there is no reference. The entropy is weighted as the loss is. TRL
     takes its mean over tokens, which is the same with `normalize: token`.
@@ -37,7 +37,7 @@ class GRPO(PolicyGradient):
 
     spec: GRPOConfig
     kl_in_loss = True
-    objective = PolicyGradient.policy
+    objective = PolicyGradient.policy_loss
 
     def surrogate(
         self,
@@ -46,20 +46,21 @@ class GRPO(PolicyGradient):
         old_BT: torch.Tensor,
         batch: EpisodeBatch,
     ) -> tuple[TokenLoss, Sums]:
-        """Return the loss of each token, times c, and the sums of `importance`."""
+        """Return c times the loss of each token, and the sums for the metrics of c."""
         spec = self.spec
-        level_BT = level_ratio(log_ratio_BT, batch.targets_BT, spec.ratio)
+        level_log_ratio_BT = log_ratio_at_level(log_ratio_BT, batch.targets_BT, spec.ratio)
         if spec.surrogate == "cispo":
-            token_loss = weighted_likelihood(
-                level_BT, log_probs_BT, batch.advantages_BT, 1 + spec.upper_clip
+            token_loss = cispo_loss(
+                level_log_ratio_BT, log_probs_BT, batch.advantages_BT, 1 + spec.upper_clip
             )
         else:
-            token_loss = clipped(
-                level_BT, batch.advantages_BT, spec.clip, spec.upper_clip, spec.delta
+            token_loss = ppo_clip_loss(
+                level_log_ratio_BT, batch.advantages_BT, spec.clip, spec.upper_clip, spec.delta
             )
         if spec.importance == "none":
             return token_loss, {}
-        # The policy as it was, over the sampler; 1 outside of completions.
+        # log(π_old / π_sampler). Outside of completions both log-probs are 0 in a batch, so the ratio
+        # is 1, and the sum over a row is that over its completion.
         log_importance_BT = old_BT - batch.sampler_log_probs_BT
         if spec.importance == "sequence":
             log_importance_B1 = log_importance_BT.sum(1, keepdim=True)
@@ -72,10 +73,10 @@ class GRPO(PolicyGradient):
             "max_importance": counted_BT.amax(),
         }
         corrected_BT = token_loss.loss_BT * importance_BT
-        return TokenLoss(corrected_BT, token_loss.clipped_BT), sums
+        return TokenLoss(corrected_BT, token_loss.is_clipped_BT), sums
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the policy's metrics, and mean and maximum of c if it is not 1."""
+        """Return the policy's metrics, and with `importance` mean and maximum of c."""
         metrics = super().step_metrics(sums)
         if "importance" in sums:
             tokens = max(1.0, sums["tokens"])

@@ -56,7 +56,8 @@ class GRPOConfig(PromptSpec):
     entropy_weight: Weight = Field(0.0, description="Weight of the entropy bonus.")
     mask_truncated: bool = Field(
         False,
-        description="A completion that was cut before its end is not learned from, and counts in no mean over tokens or episodes (DAPO).",
+        description="A completion that was cut before its end is not learned from, and counts in no mean of the loss (DAPO). Its reward"
+        " still counts in the mean of its group.",
     )
     dynamic_sampling: int = Field(
         0,
@@ -90,7 +91,7 @@ class GRPOConfig(PromptSpec):
     @model_validator(mode="before")
     @classmethod
     def _rloo_defaults(cls, values: Any) -> Any:
-        """Give `estimator: rloo` the defaults of its paper, under what the user sets."""
+        """Give `estimator: rloo` the defaults of its paper; the user's own values override them."""
         if isinstance(values, dict) and values.get("estimator") == "rloo":
             return {"scale": "none", "ratio": "product", "normalize": "sequence", **values}
         return values
@@ -105,7 +106,7 @@ class GRPOConfig(PromptSpec):
 
     @model_validator(mode="after")
     def _may_go_ahead(self) -> GRPOConfig:
-        """Refuse what a rollout that is sampled ahead of its step cannot do."""
+        """Refuse options that contradict `ahead`."""
         if self.ahead and self.importance == "none":
             raise ValueError(
                 "ahead samples by older weights, which importance: token or sequence corrects"
@@ -118,7 +119,7 @@ class GRPOConfig(PromptSpec):
 
     @model_validator(mode="after")
     def _cuts_above_the_clip(self) -> GRPOConfig:
-        """Refuse a `delta` that would cut ratios which the clip lets through."""
+        """Refuse a `delta` that would clip ratios within the bounds of the clip."""
         if self.delta is None:
             return self
         if self.surrogate == "cispo" or self.delta <= 1 + self.upper_clip:
@@ -127,36 +128,43 @@ class GRPOConfig(PromptSpec):
 
     @property
     def upper_clip(self) -> float:
-        """How far above 1 the ratio may be before it is clipped; below 1 it is `clip`."""
+        """How far above 1 the ratio may be before it is clipped. The lower bound is 1 − `clip`."""
         if self.clip_high is None:
             return self.clip
         return self.clip_high
 
     @property
     def on_policy(self) -> bool:
-        """Whether the policy is still the one that sampled, and no correction needs its log-probs."""
+        """Whether π_old is the policy of the step itself.
+
+        This requires that no step lies between a rollout and its training, and that `importance` does
+        not need the log-probs of the rollout's policy.
+        """
         return super().on_policy and self.importance == "none"
 
     @property
     def lookahead(self) -> int:
-        """How many rollouts are sampled ahead of their steps."""
+        """The number of rollouts that are sampled while another one is trained on: the key `ahead`."""
         return self.ahead
 
     @property
     def rounds(self) -> int:
-        """How often a step rolls out at most."""
+        """The most rounds of sampling for one rollout: the first, and those of `dynamic_sampling`."""
         return 1 + self.dynamic_sampling
 
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
-        """Return the episodes with advantages and weights; the divergence is in the loss, no cost.
+        """Return the episodes with advantages and weights.
 
-        Episodes with an unknown reward (NaN) are not learned from, with `mask_truncated` nor are those
-        that were cut before their end.
+        `cost_NM` is not used, as the divergence is in the loss. Episodes with an unknown reward (NaN) get
+        the weight 0. With `mask_truncated` so do episodes that were cut; their rewards still count in
+        the mean of their group.
         """
-        from drumline.algorithms.credit import credit_groups
+        from drumline.algorithms.credit import add_group_advantages
 
-        is_learned_N = ~rewards_N.isnan()
+        is_trained_N = ~rewards_N.isnan()
         if self.mask_truncated:
-            is_learned_N = is_learned_N & episodes.ended_N
-        episodes = credit_groups(episodes, rewards_N, self.group_size, self.scale, self.estimator)
-        return episodes.weighted(self.normalize, self.new_tokens, is_learned_N)
+            is_trained_N = is_trained_N & episodes.ended_N
+        episodes = add_group_advantages(
+            episodes, rewards_N, self.group_size, self.scale, self.estimator
+        )
+        return episodes.weighted(self.normalize, self.new_tokens, is_trained_N)

@@ -8,13 +8,13 @@ w is `desirable_weight` or `undesirable_weight`.
     kto                w (1 − σ(β(s − z))) for a good answer, w (1 − σ(β(z − s))) for a bad one
     apo_zero_unpaired  the same with z = 0; D'Oosterlinck et al. 2024, eq. 7, for single answers
 
-z = max(0, mean of log π(y' | x) − log π_ref(y' | x)) estimates the KL of policy and reference. It
-is a number without a gradient, over all samples of the global batch. y' is the answer to another
-prompt: that of the nearest sample before x in the global batch whose prompt is not x; before the
-first sample comes the last. z is 0 if all samples of a global batch have the same prompt.
+z = max(0, mean of log π(y' | x) − log π_ref(y' | x)) estimates the KL of policy and reference. The
+mean is over all samples of the global batch, and z has no gradient. y' is a mismatched answer: that of
+the closest earlier sample of the global batch, counted cyclically, that has another prompt than x. z is
+0 if all samples of a global batch have the same prompt.
 
-TRL 1.16 takes the mean over one micro-batch of all ranks, which depends on how a batch is cut, and
-takes the neighbour whatever its prompt.
+TRL 1.16 takes the mean over one micro-batch of all ranks, which depends on how a batch is divided, and
+takes the neighbour's answer even if it has the same prompt.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from drumline.algorithms.pairs import JudgedAnswers, answers_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class APOZero(JudgedAnswers):
-    """`loss: apo_zero_unpaired`, summed over the answers of a `JudgedBatch`."""
+class BaseKTO(JudgedAnswers):
+    """The loss of both variants, summed over the answers of a `JudgedBatch`. They differ in z."""
 
     spec: KTOConfig
 
@@ -45,7 +45,7 @@ class APOZero(JudgedAnswers):
         # 1 − σ(x) of the formula is written as σ(−x).
         good_loss_B = torch.sigmoid(spec.beta * (baseline - score_B))
         bad_loss_B = torch.sigmoid(spec.beta * (score_B - baseline))
-        # An answer is good or bad and a filler neither, so it has one weight at most that is not 0.
+        # An answer is good or bad, so one of its two weights is 0. For a filler both are.
         good_weight_B = spec.desirable_weight * batch.good_B
         bad_weight_B = spec.undesirable_weight * batch.bad_B
         loss_B = good_weight_B * good_loss_B + bad_weight_B * bad_loss_B
@@ -67,13 +67,14 @@ class APOZero(JudgedAnswers):
         return LossOut(loss_sum, sums)
 
     def baseline(self, batch: Any) -> torch.Tensor:
-        """Return z, which scores are compared with, an fp64 scalar."""
-        return torch.zeros_like(batch.good_B.sum())
+        """Return z, which scores are compared with, as an fp64 scalar."""
+        raise NotImplementedError
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return means over the answers of a label, as TRL has them.
+        """Return the KL estimate z, and means over the good and over the bad answers, as in TRL.
 
-        `margin` is the difference of the two rewards.
+        `reward_chosen` and `log_prob_chosen` are of good answers, `…_rejected` of bad ones. `margin` is
+        the difference of the two mean rewards.
         """
         good = max(1.0, sums["good"])
         bad = max(1.0, sums["bad"])
@@ -89,33 +90,42 @@ class APOZero(JudgedAnswers):
         }
 
 
-class KTO(APOZero):
+class APOZeroUnpaired(BaseKTO):
+    """`loss: apo_zero_unpaired`."""
+
+    def baseline(self, batch: Any) -> torch.Tensor:
+        """Return z = 0."""
+        return batch.good_B.new_zeros(())
+
+
+class KTO(BaseKTO):
     """`loss: kto`. The first pass scores the mismatched answers of the whole global batch."""
 
     def first_batch(self, batch: Any) -> Any:
-        """Return the batch of mismatched answers, with the reference's scores of these."""
+        """Return the batch of mismatched answers, with the reference's log-probabilities of these."""
         return replace(batch.mismatched, reference_B=batch.first_reference_B)
 
     def first_pass(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Return the scores of mismatched answers, and 1 for each, fp64[B, 2].
+        """Return for each prompt the score of its mismatched answer, and 1: fp64[B, 2].
 
-        A prompt without a mismatched answer has zeros.
+        A prompt without a mismatched answer has (0, 0).
         """
         score_B = self.score(outputs, batch) - batch.reference_B
+        # A batch of single answers has a row for each sample: P = B.
         real_score_B = score_B * batch.real_P
         return torch.stack((real_score_B, batch.real_P), 1)
 
     def baseline(self, batch: Any) -> torch.Tensor:
         """Return z, the mean score of mismatched answers over the global batch; at least 0."""
         score, answers = batch.first.numbers_NK.sum(0)
-        # No sample has a mismatched answer if all have the same prompt: 0 / 1.
+        # If all samples have the same prompt, no answer is mismatched: 0 / 1.
         mean_score = score / answers.clamp(min=1)
         # A KL is never negative, but this estimate of it may be.
         return mean_score.clamp(min=0)
 
 
-def build(spec: KTOConfig) -> APOZero:
+def build(spec: KTOConfig) -> BaseKTO:
     """Return the objective of a spec."""
     if spec.loss == "kto":
         return KTO(spec=spec, chunk=spec.loss_chunk)
-    return APOZero(spec=spec, chunk=spec.loss_chunk)
+    return APOZeroUnpaired(spec=spec, chunk=spec.loss_chunk)

@@ -48,7 +48,7 @@ class KTOConfig(JudgedSpec, ReferencedSpec):
 
     @model_validator(mode="after")
     def _reference_is_known(self) -> KTOConfig:
-        """Refuse log-probabilities in advance for answers that are paired only in a batch."""
+        """Refuse precomputed log-probabilities for `kto`, which pairs prompts and answers in a batch."""
         if self.reference == "precomputed" and self.loss == "kto":
             raise ValueError(
                 "reference: precomputed requires loss: apo_zero_unpaired; the KL of kto is of answers"
@@ -58,23 +58,23 @@ class KTOConfig(JudgedSpec, ReferencedSpec):
 
     @property
     def needs_mismatched_pairs(self) -> bool:
-        """Whether the KL is estimated, which takes prompts with the answers of other samples."""
+        """Whether a batch also has each prompt with the answer of another sample, for the KL."""
         return self.loss == "kto"
 
     @property
     def extra_forwards(self) -> int:
-        """1 for the KL."""
+        """The number of first passes of the policy in a step: 1 for the KL, else 0."""
         if self.loss == "kto":
             return 1
         return 0
 
     @property
     def reference_forwards(self) -> int:
-        """2 with the KL: it is of other answers than the loss."""
+        """The number of forward passes of the reference in a step: one more for the KL's answers."""
         return 1 + self.extra_forwards
 
     def reference_of(self, config: Trained) -> ReferenceKind:
-        """Return the kind of reference: live for the KL if it would be precomputed otherwise."""
+        """Return the kind of reference. It is never `precomputed` for the KL, but `live`."""
         kind = super().reference_of(config)
         if kind == "precomputed" and self.loss == "kto":
             return "live"

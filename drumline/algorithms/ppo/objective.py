@@ -14,16 +14,16 @@ from drumline.algorithms.policy import PolicyGradient, sum_where
 from drumline.algorithms.ppo.spec import PPOConfig
 from drumline.data.batches import EpisodeBatch
 
-# Of returns; a smaller one is rounding.
+# A variance of returns below this is taken for rounding.
 LEAST_VARIANCE = 1e-12
 
 
 class PPO(PolicyGradient):
     """Σ w (surrogate + value_weight · value loss − entropy_weight · entropy) over tokens.
 
-    The tokens are those of completions. The divergence from the reference is a cost in the rewards
-    (Ziegler et al. 2019), so it is in the batch's advantages and returns; here it is only a metric.
-    If the value is a separate model, policy and value are two objectives.
+    The sum is over the tokens of completions. The divergence from the reference was subtracted from the
+    rewards (Ziegler et al. 2019), so the batch's advantages and returns include it; here it is only a
+    metric. If the value is a separate model, there are two objectives, one for each model.
     """
 
     spec: PPOConfig
@@ -31,23 +31,23 @@ class PPO(PolicyGradient):
 
     @property
     def objective(self) -> Any:
-        """The objective of the one model, or of each trainable role."""
+        """The objective of the one model, or role → objective if the value is a separate model."""
         if self.spec.value == "separate":
-            return {"policy": self.policy, "value": self.value}
-        return self.both
+            return {"policy": self.policy_loss, "value": self.value_loss}
+        return self.joint_loss
 
-    def both(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
-        """Return the loss of a model that has the policy and the value."""
-        policy = self.policy(outputs, batch)
-        value = self.value(outputs, batch)
+    def joint_loss(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
+        """Return the sum of both losses, for a policy with a value head."""
+        policy = self.policy_loss(outputs, batch)
+        value = self.value_loss(outputs, batch)
         loss_sum = policy.loss_sum + value.loss_sum
         return LossOut(loss_sum, policy.sums | value.sums)
 
-    def value(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
-        """Return half the squared error of the value to the returns.
+    def value_loss(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
+        """Return value_weight · Σ w ½ (V − return)², and the sums of its metrics.
 
-        With `value_clip`, the error of the value clipped to ±value_clip around the rollout's is
-        taken instead if it is larger.
+        With `value_clip`, V is also clipped to ±value_clip around the rollout's value, and the larger
+        of the two squared errors counts (as in OpenAI's baselines).
         """
         values_BT = outputs.values()
         returns_BT = batch.returns_BT
@@ -61,7 +61,7 @@ class PPO(PolicyGradient):
             squared_error_BT = torch.maximum(squared_error_BT, bounded_error_BT)
         loss_sum = (squared_error_BT * batch.weights_BT).sum() / 2
         counts_BT = batch.weights_BT > 0
-        # In fp64, since the explained variance is a difference of these sums.
+        # fp64, since the explained variance is a difference of these sums.
         exact_returns_BT = returns_BT.double()
         errors_BT = exact_returns_BT - values_BT.detach().double()
         sums = {

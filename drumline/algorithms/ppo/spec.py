@@ -83,7 +83,7 @@ class PPOConfig(PromptSpec):
 
     @property
     def head(self) -> Head:
-        """The head of the policy: with a value beside the logits, or without."""
+        """The head of the policy: `valued` has a value beside the logits."""
         if self.value == "head":
             return "valued"
         return "lm"
@@ -92,7 +92,7 @@ class PPOConfig(PromptSpec):
         """Return role → model of the reference, and of the value if that is separate."""
         models = super().auxiliary_models(config)
         if self.value == "separate":
-            # Of the value's learning rate to the policy's, which share one schedule.
+            # Value and policy share one schedule; this is the ratio of their learning rates.
             lr_ratio = 1.0
             if self.value_lr is not None:
                 lr_ratio = self.value_lr / config.optimizer.lr
@@ -106,7 +106,7 @@ class PPOConfig(PromptSpec):
         return models
 
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
-        """Return the episodes with advantages, returns and weights of tokens (see `credit_tokens`)."""
-        from drumline.algorithms.credit import credit_tokens
+        """Return the episodes with advantages, returns and weights of tokens (`add_gae_advantages`)."""
+        from drumline.algorithms.credit import add_gae_advantages
 
-        return credit_tokens(episodes, rewards_N, cost_NM, self.gamma, self.lam, self.whiten)
+        return add_gae_advantages(episodes, rewards_N, cost_NM, self.gamma, self.lam, self.whiten)

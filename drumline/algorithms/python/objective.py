@@ -1,4 +1,4 @@
-"""Checks what a user's objective returns, and makes it into the sums that the engine adds up."""
+"""Check what a user's objective returns, and turn it into the sums that the engine adds up."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from drumline.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 WEIGHT = "weight"
-# Names of the sums that are added to the user's.
-OURS = ("loss", WEIGHT, "squared_norms")
-# Of a sum with this prefix the largest over micro-batches is reported, instead of the sum over the
-# weight.
+# Names of the sums that Drumline adds to the user's: the objective the weight, and the loop the other
+# two. It takes `squared_norms` out again before `step_metrics`.
+RESERVED = ("loss", WEIGHT, "squared_norms")
+# For a name with this prefix the largest value of all micro-batches is reported, not the sum divided by
+# the weight.
 MAX_PREFIX = "max_"
 WHERE = "algorithm.path"
-# Names that events of steps and evaluations have for their own numbers.
+# Names of Drumline's own numbers in the events of steps and evaluations.
 FIELDS = {
     "comm_s", "compute_s", "data_s", "epoch", "grad_norm", "kind", "loss", "lr", "memory_bytes", "mfu", "reward_failures", "samples",
     "samples_per_s", "seconds", "sent_bytes", "step", "t", "tokens", "tokens_per_s",
@@ -30,9 +31,8 @@ FIELDS = {
 class PythonObjective(Algorithm):
     """The objective `function(model, batch)` of a user.
 
-    It returns the loss summed over the micro-batch, and may add other sums by name. They are
-    reported over the weight. Of a name `max_…` the largest of all micro-batches is reported as it
-    is.
+    It returns the loss summed over the micro-batch, and may return other sums by name. These are divided
+    by the weight and reported. For a name `max_…` the largest value of all micro-batches is reported.
     """
 
     def __init__(self, function: Callable[[Any, Any], Any], name: str) -> None:
@@ -44,22 +44,23 @@ class PythonObjective(Algorithm):
     def objective(self, outputs: Any, batch: SampleBatch) -> LossOut:
         """Return the loss and the sums of a micro-batch. `outputs` is the model itself.
 
-        Raises ConfigError for what is no sum.
+        Raises ConfigError if the function returns anything else.
         """
         returned = self.function(outputs, batch.content)
         loss_sum, sums = self._check_returned(returned)
         if batch.weight == 0:
-            # Only fillers: the ranks compute side by side, and nothing is learned.
+            # Fillers only, or samples of weight 0. Nothing is learned, but backward must run, since it is
+            # collective. NaN stays NaN: the same samples would give it in any other batch.
             loss_sum = loss_sum * 0
             sums = {name: _neutral_value(name, value) for name, value in sums.items()}
         detached = {name: value.detach().float() for name, value in sums.items()}
-        # `full` writes on the device; a tensor from the host would be copied.
+        # `full` writes on the device, without a copy from the host.
         detached[WEIGHT] = torch.full((), batch.weight, device=loss_sum.device)
         return LossOut(loss_sum.float(), detached)
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the user's sums over the weight, and the largest of each name `max_…`."""
-        # A global batch of nothing has the weight 0.
+        """Return the user's sums divided by the weight, and the values of names `max_…`."""
+        # A global batch may have the weight 0.
         weight = sums[WEIGHT] or 1.0
         metrics = {}
         for name, value in sums.items():
@@ -72,15 +73,12 @@ class PythonObjective(Algorithm):
         return metrics
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the loss over the weight, and the metrics of a step."""
+        """Return the loss divided by the weight, and the metrics of `step_metrics`."""
         weight = sums[WEIGHT] or 1.0
         return {"loss": sums["loss"] / weight, **self.step_metrics(sums)}
 
     def _check_returned(self, returned: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss and the sums, sorted by name.
-
-        Raises ConfigError for what is no such thing.
-        """
+        """Return the loss and the sums, sorted by name. Raises ConfigError for anything else."""
         loss_sum: Any = returned
         sums: Any = {}
         if isinstance(returned, tuple) and len(returned) == 2:
@@ -99,7 +97,7 @@ class PythonObjective(Algorithm):
     def _check_names(self, names: list[str]) -> None:
         """Raise ConfigError if the sums have other names than before.
 
-        Warn of names that no event shows.
+        The first time, warn of names that no event can show.
         """
         is_training = torch.is_grad_enabled()
         if is_training not in self.given:
@@ -124,7 +122,7 @@ class PythonObjective(Algorithm):
 
 
 def _neutral_value(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return what leaves the sum `name` as it is when it is added."""
+    """Return a value that does not change the sum, or the largest value, of a name."""
     if name.startswith(MAX_PREFIX):
         return torch.full((), -torch.inf, device=value.device)
     return value * 0
@@ -141,6 +139,8 @@ def _mistake_in(loss_sum: Any, sums: Any) -> str | None:
         if not isinstance(value, torch.Tensor) or value.ndim:
             return "sums that are not all scalar tensors"
     for name in sums:
-        if not isinstance(name, str) or name in OURS:
+        if not isinstance(name, str):
+            return f"a sum whose name is no string: {name!r}"
+        if name in RESERVED:
             return f"a sum of the name {name!r}, which Drumline uses itself"
     return None

@@ -8,9 +8,9 @@ p is the mean log-probability of an answer's tokens; w the chosen answer, l the 
                                                                                   β is the paper's λ
     SimPO  −log σ(β(p_w − p_l) − γ), with label smoothing ε as DPO has it         equation 6
 
-The likelihood of the chosen answer is each pair's own mean over the answer's tokens. TRL has one
-mean over all tokens of a batch, which depends on how the batch is cut. For ORPO it is, as in the
-authors' code, also over the tokens of the prompt.
+The likelihood of the chosen answer is the mean over the tokens of each answer. TRL takes one mean over
+all tokens of a batch, which depends on how the batch is divided. TRL's mean for ORPO also includes the
+tokens of the prompt, as the authors' code does; ours does not.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def odds_ratio(chosen_P: torch.Tensor, rejected_P: torch.Tensor, beta: float) ->
 
 
 def _log_odds(log_prob_P: torch.Tensor) -> torch.Tensor:
-    """Return log(p / (1 − p)) of log p, fp64[P]."""
+    """Return the log odds log(q / (1 − q)) of a probability q whose log is `log_prob_P`, fp64[P]."""
     bounded_P = log_prob_P.clamp(max=LARGEST_LOG_PROB)
-    # 1 − e^x as −expm1(x), which keeps its digits for a p near 1.
+    # 1 − e^x as −expm1(x), which keeps its digits for a probability near 1.
     remaining_P = -torch.expm1(bounded_P)
     return log_prob_P - torch.log(remaining_P)
 
@@ -50,7 +50,7 @@ def _log_odds(log_prob_P: torch.Tensor) -> torch.Tensor:
 class ReferenceFree(AnswerPairs):
     """Σ over pairs of loss(p_w, p_l) − sft_weight · p_w.
 
-    The metric of rewards is `beta` × p, that of log-probabilities p, as TRL has them.
+    In the metrics, the reward of an answer is `beta` · p and its log-probability is p, as in TRL.
     """
 
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -64,11 +64,11 @@ class ReferenceFree(AnswerPairs):
         chosen_P, rejected_P = sides(mean_B)
         pair_loss_P = self.loss(chosen_P, rejected_P)
         loss_P = pair_loss_P - self.sft_weight * chosen_P
-        return self.out(loss_P, mean_B, self.beta * mean_B, batch)
+        return self.sum_pairs(loss_P, mean_B, self.beta * mean_B, batch)
 
 
 def orpo(spec: ORPOConfig) -> ReferenceFree:
-    """Return the objective of a spec."""
+    """Return the objective of ORPO."""
     return ReferenceFree(
         loss=partial(odds_ratio, beta=spec.beta),
         beta=spec.beta,
@@ -78,7 +78,7 @@ def orpo(spec: ORPOConfig) -> ReferenceFree:
 
 
 def simpo(spec: SimPOConfig) -> ReferenceFree:
-    """Return the objective of a spec."""
+    """Return the objective of SimPO."""
 
     def loss(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> torch.Tensor:
         logit_P = spec.beta * (chosen_P - rejected_P) - spec.gamma

@@ -46,9 +46,9 @@ class RewardModel(Algorithm):
         return LossOut(out.loss_sum, sums)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the loss, the metrics of a step, and the expected calibration error.
+        """Return the loss, the metrics of `step_metrics`, and the expected calibration error.
 
-        The latter is the mean over pairs of |accuracy − confidence| of their bin (Naeini et al.
+        The error is the mean over pairs of |accuracy − confidence| of the pair's bin (Naeini et al.
         2015).
         """
         pairs = max(1.0, sums["pairs"])
@@ -87,8 +87,7 @@ class RewardModel(Algorithm):
         ranking_loss_P = -functional.logsigmoid(difference_P - margin_P)
         squared_sum_P = (chosen_P + rejected_P) ** 2
         loss_P = ranking_loss_P + self.spec.center * squared_sum_P
-        # Squares are summed in fp64, as their mean's difference from the squared mean is a
-        # variance.
+        # Squares are fp64, since the variance is the difference of their mean and the squared mean.
         sums = pair_sums(
             batch.real_P,
             accuracy=(difference_P > 0).float(),
@@ -105,17 +104,17 @@ class RewardModel(Algorithm):
 def _bin_excess(
     chosen_P: torch.Tensor, rejected_P: torch.Tensor, real_P: torch.Tensor
 ) -> torch.Tensor:
-    """Return Σ (is right − confidence) over the real pairs of each bin of confidence, fp64[BINS].
+    """Return the sum of (1 if right else 0) − confidence over the real pairs of each bin, fp64[BINS].
 
-    The confidence that the model has in the side it prefers is σ(|Δ|). It is in [0.5, 1], which is
-    cut into equal bins.
+    The confidence is σ(|difference of the two rewards|), the probability that the model gives to the
+    answer it prefers. It is in [0.5, 1], which is divided into equal bins.
     """
     difference_P = (chosen_P - rejected_P).detach().double()
     confidence_P = torch.sigmoid(difference_P.abs())
     is_right_P = (difference_P > 0).double()
     excess_P = (is_right_P - confidence_P) * real_P
-    place_P = (confidence_P - 0.5) * 2 * BINS
+    scaled_P = (confidence_P - 0.5) * 2 * BINS
     # A confidence of exactly 1 belongs to the last bin.
-    bin_P = place_P.long().clamp(max=BINS - 1)
+    bin_P = scaled_P.long().clamp(max=BINS - 1)
     excess_K = torch.zeros(BINS, dtype=torch.float64, device=excess_P.device)
     return excess_K.index_add_(0, bin_P, excess_P)

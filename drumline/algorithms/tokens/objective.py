@@ -14,44 +14,49 @@ from drumline.data.batches import IGNORE
 class NextToken(Algorithm):
     """Cross-entropy summed over the targets that carry loss.
 
-    Divided by their count it is the mean negative log-likelihood.
+    Divided by the number of these targets it is the mean negative log-likelihood.
 
-    `answers`: whether `exact_match` is measured. `exact` counts the sequences (documents inside
-    packs) whose every learned token is the model's first choice, so greedy decoding from the prompt
-    would give exactly this answer. Pretraining has no answers and leaves it out.
+    The metric `exact_match` is the share of sequences (documents inside packs) whose every learned token
+    is the model's first choice, so that greedy decoding from the prompt would give exactly this answer.
     """
 
-    def __init__(self, chunk: int, answers: bool) -> None:
+    def __init__(self, chunk: int, has_answers: bool) -> None:
+        """Store the settings.
+
+        Args:
+            chunk: Number of tokens whose logits exist at the same time; 0: all.
+            has_answers: Whether `exact_match` is measured, which pretraining has no answers for.
+        """
         self.chunk = chunk
-        self.answers = answers
+        self.has_answers = has_answers
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
-        """Return the summed loss alone: first choices, which training does not use, cost time."""
+        """Return the summed loss. First choices are left out, since they would cost time."""
         loss_sum = outputs.summed_loss(batch.targets_BT, self.chunk)
         return LossOut(loss_sum)
 
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
         """Return the summed loss and the numbers of tokens and of correct first choices.
 
-        With `answers` also those of sequences.
+        With `has_answers` also the numbers of sequences and of exact ones.
         """
         loss_sum, correct_BT = outputs.cross_entropy(batch.targets_BT, self.chunk)
         targets_N = batch.targets_BT.reshape(-1)
         learned_N = targets_N != IGNORE
         correct_N = correct_BT.reshape(-1)
         sums = {"tokens": learned_N.sum(), "correct": correct_N.sum()}
-        if self.answers:
+        if self.has_answers:
             sums |= _sequence_sums(batch.position_ids_BT, learned_N, correct_N)
         return LossOut(loss_sum, sums)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return means over learned tokens, and with `answers` the share of exact sequences."""
+        """Return means over learned tokens, and with `has_answers` the share of exact sequences."""
         tokens = max(1.0, sums["tokens"])
         metrics = {
             "loss": sums["loss"] / tokens,
             "token_accuracy": sums["correct"] / tokens,
         }
-        if self.answers:
+        if self.has_answers:
             sequences = max(1.0, sums["sequences"])
             metrics["exact_match"] = sums["exact"] / sequences
         return metrics
@@ -60,13 +65,17 @@ class NextToken(Algorithm):
 def _sequence_sums(
     position_ids_BT: torch.Tensor, learned_N: torch.Tensor, correct_N: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return the numbers of sequences with learned tokens, and of exact ones among them.
+    """Return the number of sequences with learned tokens, and of exact ones, with all of these correct.
 
-    In an exact one all learned tokens are correct. A sequence starts wherever positions start again
-    at 0. `learned_N`, `correct_N` bool: of each token.
+    A sequence starts at each token whose position is 0.
+
+    Args:
+        position_ids_BT: int64, the position of each token in its sequence.
+        learned_N: bool, whether each token carries loss.
+        correct_N: bool, whether each token is the model's first choice.
     """
     starts_sequence_N = (position_ids_BT == 0).reshape(-1)
-    # The number of each token's sequence, from 0 on.
+    # The index of each token's sequence, from 0 on.
     sequence_N = starts_sequence_N.cumsum(0) - 1
     sequences = int(sequence_N[-1]) + 1
     wrong_N = learned_N & ~correct_N
