@@ -202,19 +202,18 @@ def gpus(question: Question, machine: Machine, facts: dict[str, str]) -> Iterato
 
 def _memory_errors() -> Check:
     """Check that no GPU has memory errors since the last reboot that could not be corrected."""
-    counts = _smi("ecc.errors.uncorrected.volatile.total")
-    # A GPU without ECC memory reports "[N/A]".
-    errors = [int(count) for count in counts if count.isdecimal()]
-    bad = []
-    for number, count in enumerate(errors):
-        if count:
-            bad.append(str(number))
+    errors = {}
+    for index, count in enumerate(_smi("ecc.errors.uncorrected.volatile.total")):
+        # A GPU without ECC memory reports "[N/A]", and still has its index.
+        if count.isdecimal():
+            errors[index] = int(count)
+    faulty = [str(index) for index, count in errors.items() if count > 0]
     if errors:
-        found = f"{sum(errors)} uncorrected"
+        found = f"{sum(errors.values())} uncorrected"
     else:
         found = "not reported by the driver"
-    fix = f"reset GPU {', '.join(bad)} or reboot; see `nvidia-smi -q -d ECC`"
-    return Check("ECC errors", found, fail_if(bool(bad)), fix)
+    fix = f"reset GPU {', '.join(faulty)} or reboot; see `nvidia-smi -q -d ECC`"
+    return Check("ECC errors", found, fail_if(bool(faulty)), fix)
 
 
 def _peer_access(number: int) -> Check:

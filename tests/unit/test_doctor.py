@@ -559,6 +559,10 @@ def test_gpus_as_the_driver_reports_them(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["GPUs"].found == "1 × NVIDIA H100 80GB HBM3 79 GiB"
     assert found["ECC errors"].verdict == "fail"
 
+    answers["ecc"] = "[N/A]\n0\n3\n"
+    found = {check.name: check for check in host.gpus(Question(), H100, {})}
+    assert found["ECC errors"].fix.startswith("reset GPU 2 or reboot")
+
 
 def test_digests_tell_copies_apart(tmp_path: Path) -> None:
     for name in ("a", "b"):
