@@ -52,13 +52,16 @@ def examine_hosts(reached: Mapping[str, Reached], question: Question) -> list[Ho
         own_question = replace(question, peers=tuple(peers))
         text = json.dumps(asdict(own_question))
         code, output, error = reached[name].run("drumline.doctor.host", text, LIMIT)
-        if code == 0:
-            # The answer is the last line: a login shell may print others before it.
-            answer = output.splitlines()[-1]
+        answer = _last_line(output)
+        if code == 0 and answer:
             host = Host.of(json.loads(answer))
             # It knows itself by its own host name, the user by the name in the config.
             return replace(host, name=name)
-        why = _last_line(error) or f"no answer within {LIMIT:.0f} s"
+        why = _last_line(error)
+        if not why and code is None:
+            why = f"no answer within {LIMIT:.0f} s"
+        elif not why:
+            why = f"no answer, exit code {code}"
         fix = "the same folders and the same Drumline there, reached without a password"
         return Host(name, (Check("host", why, "fail", fix),), {})
 
@@ -67,7 +70,10 @@ def examine_hosts(reached: Mapping[str, Reached], question: Question) -> list[Ho
 
 
 def _last_line(text: str) -> str:
-    """Return the last line that is not blank; empty if there is none."""
+    """Return the last line that is not blank; empty if there is none.
+
+    In the output of a module it is the answer: a login shell may print other lines before it.
+    """
     for line in reversed(text.splitlines()):
         if line.strip():
             return line
@@ -126,12 +132,16 @@ def compare_hosts(
         # The ranks end themselves after LIMIT; what they report takes a little longer.
         seconds = LIMIT + ANSWER_SECONDS
         code, output, error = reached[name].run("drumline.doctor.ranks", group, seconds)
-        if code != 0:
-            return [(code or 1, "", error)]
-        ends_there: list[End] = []
-        for end_code, end_output, end_error in json.loads(output.splitlines()[-1]):
-            ends_there.append((end_code, end_output, end_error))
-        return ends_there
+        answer = _last_line(output)
+        if code == 0 and answer:
+            ends_there: list[End] = []
+            for end_code, end_output, end_error in json.loads(answer):
+                ends_there.append((end_code, end_output, end_error))
+            return ends_there
+        # Without an answer all ranks of the host have failed, whatever its exit code is.
+        if code == 0:
+            code = 1
+        return [(code, "", error)] * groups[name].count
 
     ends: list[End] = []
     # One thread for each host: no rank returns before all ranks have met.
@@ -199,7 +209,7 @@ def judge_all_reduce(
     if any(code != 0 for code, _, _ in ends):
         return (_failed(ends, len(hosts)),)
     _, output, _ = ends[0]
-    result = json.loads(output.splitlines()[-1])  # a reduce.Result
+    result = json.loads(_last_line(output))  # a reduce.Result
     ranks = plural(len(hosts), "rank")
     microseconds = result["latency"] * 1e6
     gb_per_s = result["bandwidth"] / 1e9
@@ -222,7 +232,7 @@ def _failed(ends: Sequence[End], number: int) -> Check:
     last error.
 
     Args:
-        ends: How each rank ended; fewer if a host could not start its ranks.
+        ends: How each rank ended. All ranks of a host that gave no answer end as the host did.
         number: Of the ranks.
     """
     late = []
