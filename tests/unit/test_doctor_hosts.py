@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from drumline.config.launcher import Reached
-from drumline.doctor.check import Host
 from drumline.doctor import host
+from drumline.doctor.check import Host
 from drumline.doctor.host import Question
 from drumline.doctor.hosts import compare_hosts, examine_hosts, preflight
 from drumline.errors import EnvironmentFault
