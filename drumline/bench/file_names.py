@@ -21,3 +21,11 @@ def as_name(text: str, whole: str = "") -> str:
         return name
     digest = hashlib.sha256((whole or text).encode()).hexdigest()
     return f"{name[:CUT_NAME]}-{digest[:HASH_LENGTH]}"
+
+
+def name_of_strategy_folder(strategy: str) -> str:
+    """Return the name of the folder of a strategy's runs: `fsdp2 tp=2` → `fsdp2-tp2`.
+
+    A strategy of the user's own is written as the path of a file, which becomes a single name.
+    """
+    return as_name(strategy.replace(" ", "-").replace("=", ""))

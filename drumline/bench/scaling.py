@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from drumline.bench import pages
-from drumline.bench.file_names import as_name
+from drumline.bench.file_names import name_of_strategy_folder
 from drumline.bench.pages import Rows, claim, write_pages
 from drumline.bench.verify import spell
 from drumline.config.config import Config
@@ -93,9 +93,7 @@ class BenchCase:
         hosts = ""
         if self.nodes:
             hosts = f"{self.nodes}x"
-        text = f"{strategy}-{hosts}{self.nproc}"
-        # A strategy of one's own is the path of a file.
-        return as_name(text.replace(" ", "-").replace("=", ""))
+        return name_of_strategy_folder(f"{strategy}-{hosts}{self.nproc}")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from drumline.bench.file_names import name_of_strategy_folder
 from drumline.config.config import Config
 from drumline.config.load import Loaded, Overrides, override, overrides_of, reader
 from drumline.config.registry import kinds
@@ -460,7 +461,7 @@ def _compare_strategy(
         root: The folder of all runs.
         on_progress: Is called while it runs.
     """
-    run_dir = root / name.replace(" ", "-").replace("=", "")
+    run_dir = root / name_of_strategy_folder(name)
     own = [spelled, f"launch.nproc={nproc}", override("run.dir", run_dir)]
     try:
         plan = _train(read([*common, *own]), name, on_progress)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from drumline.bench.verify import (
     TensorDifference,
+    _compare_strategy,
     _distances,
     _largest_difference,
     _portions,
     _rounded,
 )
+from drumline.config.load import Loaded
+from drumline.errors import UserError
 
 
 def run_of(key_share: float) -> list[TensorDifference]:
@@ -82,3 +87,16 @@ def test_what_is_not_finite_is_infinitely_apart() -> None:
     for value in (None, "inf", nan):
         assert _largest_difference({1: value}, {1: 2.0}, 1e-6) == float("inf")  # type: ignore[dict-item]
     assert _largest_difference({1: 2.0}, {1: 2.0}, 1e-6) == 0.0
+
+
+def test_the_run_of_a_strategy_of_a_file_stays_in_the_folder_of_all_runs(tmp_path: Path) -> None:
+    folders = []
+
+    def read(overrides: list[str]) -> Loaded:
+        run_dir = overrides[-1].removeprefix("run.dir=").strip("\"'")
+        folders.append(Path(run_dir))
+        raise UserError("this test needs no run")
+
+    for name in ("/home/me/own.py:Mine", "../own.py:Mine tp=2"):
+        _compare_strategy(read, [], name, "", 2, tmp_path, lambda *_: None)
+    assert [folder.parent for folder in folders] == [tmp_path, tmp_path]
