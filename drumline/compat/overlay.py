@@ -15,6 +15,7 @@ from drumline.compat.deepspeed import deepspeed_file, load_file, low_precision
 from drumline.compat.readers import recognise
 from drumline.compat.rules import apply_rules
 from drumline.compat.sheet import AUTO, OldKey, Sheet, Source, format_value
+from drumline.config.mistakes import kinds_at
 from drumline.errors import ConfigError
 from drumline.system.yaml_lines import Place
 
@@ -181,8 +182,9 @@ def merge_overlay(
     Raises:
         ConfigError: Both set a key to different values.
     """
-    for name in ("strategy", "precision"):
-        if isinstance(values.get(name), str):
+    for name in overlay.values:
+        # A section may be written as its kind alone: `optimizer: adamw`.
+        if isinstance(values.get(name), str) and kinds_at((name,)):
             values[name] = {"kind": values[name]}
     merge = _Merge(values, overlay, where)
     merge.visit(values, overlay.values, ())
