@@ -425,10 +425,16 @@ def deepspeed_file(sheet: Sheet, olds: list[OldKey], own_file: str | None = None
 def own_deepspeed_file(sheet: Sheet, old: OldKey) -> None:
     """Put a DeepSpeed JSON that an old file names on the sheet.
 
-    Its stage is the strategy, and Drumline's engine reads the file itself.
+    Its stage is the strategy, and Drumline's engine reads the file itself. Raises ConfigError for a
+    file that cannot be read, or has no keys.
     """
     path = locate_file(sheet.base, str(old.value))
-    deepspeed_config(sheet, load_file(path, old), own_file=new_path(sheet, path))
+    keys = load_file(path, old)
+    if not keys:
+        raise translation_error(
+            old, f"{str(path)!r} is empty", "write zero_optimization: {stage: 2} into it"
+        )
+    deepspeed_config(sheet, keys, own_file=new_path(sheet, path))
 
 
 def locate_file(base: Path, name: str) -> Path:
