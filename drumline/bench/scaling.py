@@ -22,7 +22,7 @@ from rich.console import Console
 from drumline.bench import pages
 from drumline.bench.file_names import name_of_strategy_folder
 from drumline.bench.pages import Rows, claim, write_pages
-from drumline.bench.verify import spell
+from drumline.bench.verify import strategy_override
 from drumline.config.config import Config
 from drumline.config.load import Loaded, Request, override, reader
 from drumline.errors import DrumlineError, UserError
@@ -223,7 +223,7 @@ def bench(config: Path, overrides: list[str], options: Options) -> int:
         strategies[strategy] = []
         # Without a name the config's own is measured, which needs no override.
         if strategy:
-            strategies[strategy].append(spell(strategy))
+            strategies[strategy].append(strategy_override(strategy))
     for given in strategies.values():
         # A strategy that there is not is a mistake, one that does not run is a row.
         read_config([*overrides, *given])

@@ -12,9 +12,9 @@ from drumline.bench.verify import (
     _compare_strategy,
     _distances,
     _largest_difference,
+    _mask_of_rounding,
     _names_of_weights_and_moments,
     _portions,
-    _rounded,
 )
 from drumline.config.load import Loaded
 from drumline.errors import UserError
@@ -55,7 +55,7 @@ def test_a_small_gradient_is_felt() -> None:
 
 
 def test_the_keys_part_of_one_bias_is_found_by_its_entries() -> None:
-    assert _rounded(torch.tensor([1.0, 1e-4, 1e-14, 0.0])).tolist() == [
+    assert _mask_of_rounding(torch.tensor([1.0, 1e-4, 1e-14, 0.0])).tolist() == [
         False,
         False,
         True,
