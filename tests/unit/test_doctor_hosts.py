@@ -9,7 +9,7 @@ import pytest
 
 from drumline.config.launcher import Reached
 from drumline.doctor import host
-from drumline.doctor.check import Host
+from drumline.doctor.check import HostReport
 from drumline.doctor.host import Question
 from drumline.doctor.hosts import compare_hosts, examine_hosts, preflight
 from drumline.errors import EnvironmentFault
@@ -95,7 +95,7 @@ def test_late_ranks_are_named_beside_a_host_that_could_not_start_its_own() -> No
         "b": Reached("", lambda *_: (0, late, "")),
         "c": Reached("", lambda *_: (None, "", "")),
     }
-    hosts = [Host(name, (), {}, ranks=2) for name in reached]
+    hosts = [HostReport(name, (), {}, ranks=2) for name in reached]
     both = compare_hosts(reached, hosts, CPU, "100Gb", None)
     assert both.checks[-1].found == "6 ranks: rank 3, 4, 5 did not end within 120 s"
 
