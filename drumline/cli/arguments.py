@@ -20,7 +20,7 @@ from drumline.foreign import expanded, path_mistake
 from drumline.system.output import Verbosity
 
 
-def path_of(given: str | Path) -> Path:
+def parse_path(given: str | Path) -> Path:
     """Parse a path, which need not exist. typer also calls this for the default of an option.
 
     Raises UserError for an empty text, and for one that no path can be.
@@ -42,7 +42,7 @@ def parse_path_or_id(given: str) -> str:
 
     Raises UserError for an empty text, and for one that is too long for any of them.
     """
-    path_of(given)
+    parse_path(given)
     return given
 
 
@@ -77,7 +77,7 @@ def existing_path(given: str | Path) -> Path:
 
     Raises UserError if it does not exist, with a similar path if there is one.
     """
-    path = path_of(given)
+    path = parse_path(given)
     full_path = expanded(str(path))
     if is_there(full_path):
         return path
@@ -103,7 +103,7 @@ def parse_model(given: str) -> str:
     A text is taken for an id if it has at most one slash, or a colon that ends the name of a hub, and
     does not begin like a path. Raises UserError for a folder that does not exist.
     """
-    path_of(given)
+    parse_path(given)
     begins_as_path = given.startswith((".", "~", "/"))
     is_nested = given.count("/") > 1 and ":" not in given
     if begins_as_path or is_nested:
@@ -118,13 +118,13 @@ def _keys(incomplete: str) -> list[str]:
     return keys(incomplete)
 
 
-path_option = partial(typer.Option, parser=path_of)
+path_option = partial(typer.Option, parser=parse_path)
 # The override that --trust-remote-code stands for.
 TRUSTED = "model.trust_remote_code=true"
 ConfigFile = Annotated[
     Path,
     typer.Argument(
-        parser=path_of,
+        parser=parse_path,
         metavar="CONFIG.yaml",
         help="The config of the run; `drumline schema` describes its keys.",
     ),

@@ -11,8 +11,8 @@ from drumline.cli.arguments import (
     Overrides,
     existing_path,
     parse_model,
+    parse_path,
     parse_path_or_id,
-    path_of,
     path_option,
 )
 from drumline.errors import UserError
@@ -25,7 +25,7 @@ def init(
     config: Annotated[
         Path,
         typer.Argument(
-            parser=path_of,
+            parser=parse_path,
             metavar="[NEW.yaml]",
             help="The file to write; an existing file is never overwritten.",
         ),
@@ -84,7 +84,7 @@ def init(
 def plan(
     config: Annotated[
         Path | None,
-        typer.Argument(parser=path_of, metavar="[CONFIG.yaml]", help="Or use the flags below."),
+        typer.Argument(parser=parse_path, metavar="[CONFIG.yaml]", help="Or use the flags below."),
     ] = None,
     overrides: Overrides = None,
     model: Annotated[

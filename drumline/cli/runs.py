@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from drumline.cli.arguments import Run, path_of
+from drumline.cli.arguments import Run, parse_path
 
 
 def ps(
     folder: Annotated[
         Path,
         typer.Argument(
-            parser=path_of, metavar="[FOLDER]", help="A run, or the folder that has runs."
+            parser=parse_path, metavar="[FOLDER]", help="A run, or the folder that has runs."
         ),
     ] = Path("runs"),
 ) -> None:

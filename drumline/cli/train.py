@@ -15,8 +15,8 @@ from drumline.cli.arguments import (
     Trust,
     Verbose,
     chosen_verbosity,
+    parse_path,
     parse_path_or_id,
-    path_of,
     path_option,
 )
 from drumline.cli.usage import read_list
@@ -119,7 +119,9 @@ def launch(
     script: Annotated[
         Path,
         typer.Argument(
-            parser=path_of, metavar="SCRIPT.py", help="A Python file that has a drumline.session."
+            parser=parse_path,
+            metavar="SCRIPT.py",
+            help="A Python file that has a drumline.session.",
         ),
     ],
     arguments: Annotated[
