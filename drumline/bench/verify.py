@@ -83,7 +83,7 @@ class Outcome:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank of the strategy failed after the start."""
+        """Whether a rank failed after the start, or the last checkpoint cannot be compared."""
         return self.apart is None and self.ranks is not None
 
     def within(self, tolerance: float) -> bool:
@@ -479,12 +479,16 @@ def _compare_strategy(
     own = [override_of_strategy, f"launch.nproc={nproc}", override("run.dir", run_dir)]
     try:
         plan = _train(read([*common, *own]), name, on_progress)
-        found = difference(run_dir, root / "reference")
     except WorkerFailed as failure:
         return Outcome(name, nproc, None, f"failed: {failure.what}")
     except DrumlineError as refusal:
         return Outcome(name, None, None, f"refused: {refusal.line()}")
-    return Outcome(name, plan.mesh.world_size, found)
+    ranks = plan.mesh.world_size
+    try:
+        found = difference(run_dir, root / "reference")
+    except CheckpointError as error:
+        return Outcome(name, ranks, None, f"failed: {error.line()}")
+    return Outcome(name, ranks, found)
 
 
 def _train(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:

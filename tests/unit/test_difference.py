@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from drumline.bench import verify
 from drumline.bench.verify import (
     TensorDifference,
     _compare_strategy,
@@ -17,7 +19,7 @@ from drumline.bench.verify import (
     _portions,
 )
 from drumline.config.load import Loaded
-from drumline.errors import UserError
+from drumline.errors import CheckpointError, UserError
 
 
 def run_of(key_share: float) -> list[TensorDifference]:
@@ -106,3 +108,18 @@ def test_the_run_of_a_strategy_of_a_file_stays_in_the_folder_of_all_runs(tmp_pat
     for name in ("/home/me/own.py:Mine", "../own.py:Mine tp=2"):
         _compare_strategy(read, [], name, "", 2, tmp_path, lambda *_: None)
     assert [folder.parent for folder in folders] == [tmp_path, tmp_path]
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = SimpleNamespace(mesh=SimpleNamespace(world_size=2))
+
+    def fail(*_: Path) -> None:
+        raise CheckpointError("one of the checkpoints lacks model.w")
+
+    monkeypatch.setattr(verify, "_train", lambda *_: plan)
+    monkeypatch.setattr(verify, "difference", fail)
+    outcome = _compare_strategy(lambda _: None, [], "ddp", "", 2, tmp_path, lambda *_: None)  # type: ignore[arg-type,return-value]
+    assert outcome.has_failed and not outcome.within(1.0)
+    assert outcome.note == "failed: one of the checkpoints lacks model.w"
