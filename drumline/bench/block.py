@@ -12,8 +12,8 @@ import torch
 
 from drumline.hardware.cluster import Measured, Product, line_through, nearest
 
-# (tokens, width of the hidden states) of the blocks that are timed. In the smallest, products take next
-# to no time, so its seconds are those in which the host starts kernels.
+# (tokens, width of the hidden states) of the blocks that are timed. In the smallest, products take
+# next to no time, so its seconds are those in which the host starts kernels.
 BLOCKS = {
     "cpu": ((8, 64), (256, 256), (512, 576), (1024, 1024)),
     "cuda": ((8, 64), (2048, 2048), (8192, 4096)),
@@ -21,8 +21,8 @@ BLOCKS = {
 HEAD_DIM = 64
 # Inner width of the feed-forward part, as a multiple of the width of the hidden states.
 MLP_RATIO = 3
-# Entries of a block's matrices, as a multiple of width²: attention has 4 matrices of width² entries, and
-# the feed-forward part 3 of MLP_RATIO × width².
+# Entries of a block's matrices, as a multiple of width²: attention has 4 matrices of width²
+# entries, and the feed-forward part 3 of MLP_RATIO × width².
 MATRICES = 4 + 3 * MLP_RATIO
 # The fewest seconds of a point. It is a difference of measured seconds, which may be below 0.
 LEAST_SECONDS = 1e-6
@@ -36,7 +36,8 @@ def besides_products(
 ) -> dict[str, tuple[Measured, Measured]]:
     """Return precision → (forward, backward): the cost of a block besides its matrix products.
 
-    A cost is a latency in seconds and a bandwidth, in bytes of the block's hidden states per second.
+    A cost is a latency in seconds and a bandwidth, in bytes of the block's hidden states per
+    second.
 
     Args:
         device: cpu or cuda.
@@ -48,8 +49,8 @@ def besides_products(
     for precision, dtype in dtypes.items():
         if precision == "fp16" and device == "cpu":
             continue
-        # Nominal bytes, as the planner counts them: under autocast the hidden states of the block below
-        # are in fp32 between its operators.
+        # Bytes as if all hidden states were in this precision. Under autocast some operators of the
+        # block take them in fp32.
         entry_bytes = 2
         if precision == "fp32":
             entry_bytes = 4

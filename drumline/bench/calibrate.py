@@ -1,9 +1,9 @@
 """`drumline calibrate`: measure this machine once, by real ranks, and store the rates.
 
-The planner uses them in place of the catalog's rates. Each rank is a process of its own,
-`python -m drumline.bench.calibrate TASK.json`. All ranks take the same measurements in the same order
-and at the same time, because processes share caches, memory and power; rank 0 writes the result. The
-disk is measured by rank 0 alone.
+The planner uses them in place of the catalog's rates. Each rank is a process of its own, `python -m
+drumline.bench.calibrate TASK.json`. All ranks take the same measurements in the same order and at
+the same time, because processes share caches, memory and power; rank 0 writes the result. The disk
+is measured by rank 0 alone.
 
 A new measurement needs a field of `Calibration` and of the model of its file (both in
 `hardware.cluster`), a function `measure_…` here, and a row in `_bytes_table`.
@@ -56,8 +56,8 @@ from drumline.telemetry.traffic import CommunicatedBytes
 from drumline.train.failure import exit_on_error, record_failure
 
 MIB = 2**20
-# The most ranks on a CPU by default. --nproc may ask for up to this many ranks on any host, and for more
-# if there are as many cores.
+# The most ranks on a CPU by default. --nproc may ask for up to this many ranks on any host, and for
+# more if there are as many cores.
 MOST_CPU_RANKS = 8
 # Free bytes that the measurement of the disk requires: twice its largest file.
 DISK_BYTES = 512 * MIB
@@ -101,8 +101,8 @@ QUICK = Limits(
 )
 # The fewest samples of a call, unless they take more than `Limits.most_seconds`.
 SAMPLES = 15
-# On a GPU a sample is a batch of calls that takes about this many seconds, since waiting for the end of
-# each call would add to its time.
+# On a GPU a sample is a batch of calls that takes about this many seconds, since waiting for the
+# end of each call would add to its time.
 SAMPLE_SECONDS = 0.01
 # (device, quick) → (numbers of rows, widths) of the products (rows × width) · (width × width).
 SHAPES: dict[tuple[str, bool], tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -414,8 +414,8 @@ def measure(task: Task, ranks: Ranks) -> Calibration:
     disk: dict[str, Measured] = {}
     if ranks.rank == 0:
         disk = measure_disk(task)
-    # All ranks measured at the same time. Ranks on a CPU share it, so their rates are added. Of several
-    # GPUs the slowest counts, since the others wait for it in each step.
+    # All ranks measured at the same time. Ranks on a CPU share it, so their rates are added. Of
+    # several GPUs the slowest counts, since the others wait for it in each step.
     combine: Callable[[list[float]], float] = sum
     if task.device == "cuda":
         combine = min
@@ -431,8 +431,8 @@ def measure(task: Task, ranks: Ranks) -> Calibration:
     for precision in own_products:
         products[precision] = _combine_products(products_of_ranks, precision, combine)
         matmul[precision] = rate_of_large(products[precision])
-    # The latency and the bandwidth of a block's operators belong together, so both are taken from the
-    # slowest rank.
+    # The latency and the bandwidth of a block's operators belong together, so both are taken from
+    # the slowest rank.
     operators = {}
     for precision in own_blocks:
         lines = [blocks[precision] for blocks in blocks_of_ranks]
@@ -565,8 +565,8 @@ def measure_disk(task: Task) -> dict[str, Measured]:
 def measure_collectives(task: Task, ranks: Ranks) -> dict[tuple[str, int], Measured]:
     """Return (kind, number of ranks) → latency and bandwidth of each kind of collective. Collective.
 
-    The groups are the first 2, 4, … ranks and all ranks; ranks outside of a group wait for it. Bytes
-    are counted as telemetry counts those of a run (`CommunicatedBytes`).
+    The groups are the first 2, 4, … ranks and all ranks; ranks outside of a group wait for it.
+    Bytes are counted as telemetry counts those of a run (`CommunicatedBytes`).
     """
     lines = {}
     for group_size in group_sizes(ranks.world_size):

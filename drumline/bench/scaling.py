@@ -35,8 +35,8 @@ from drumline.system.files import remove, write_whole
 from drumline.system.signals import NOTHING_LOST
 from drumline.telemetry.events import Event, Fault, Measured, Step, read
 
-# Steps at the start of a run that are not counted: the first are slower, and one of them is slowed down
-# by the tracker of memory and traffic.
+# Steps at the start of a run that are not counted: the first are slower, and one of them is slowed
+# down by the tracker of memory and traffic.
 WARM_UP_STEPS = 4
 # The file that every folder of a bench has; it holds the results as JSON.
 MARK = "bench.json"
@@ -106,8 +106,8 @@ class Round:
     seconds: float
     # The share of a step in which ranks wait for one another; None if it was not measured.
     communication: float | None
-    # Bytes on the fullest device: those that the allocator holds, on a CPU the peak of tensors. None if
-    # memory was not measured.
+    # Bytes on the fullest device: those that the allocator holds, on a CPU the peak of tensors.
+    # None if memory was not measured.
     memory: int | None
 
 
@@ -141,7 +141,8 @@ class Row:
     def speed_up(self, base: Row) -> Spread | None:
         """Return the spread of the ratio of this row's samples/s to those of `base`.
 
-        The rows are compared round by round, since other work on the machine slows down a whole round.
+        The rows are compared round by round, since other work on the machine slows down a whole
+        round.
         """
         ratios = []
         for mine, other in zip(self.rounds, base.rounds, strict=False):
@@ -216,8 +217,8 @@ def bench(config: Path, overrides: list[str], options: Options) -> int:
     The cases take turns, so that other work that slows the machine down for a while disturbs all of
     them.
 
-    The exit code is 0, or 1 if no case ran, or 75 after a signal. Raises ConfigError for a config that
-    cannot be loaded, and EnvironmentFault for a folder that holds something else.
+    The exit code is 0, or 1 if no case ran, or 75 after a signal. Raises ConfigError for a config
+    that cannot be loaded, and EnvironmentFault for a folder that holds something else.
     """
     console = Console(highlight=False)
     read_config = reader(config)
@@ -271,8 +272,8 @@ def bench(config: Path, overrides: list[str], options: Options) -> int:
 def _host_overrides(config: Config, options: Options) -> dict[int, list[str]]:
     """Return number of hosts → the overrides that choose so many.
 
-    It is empty if the launcher starts ranks on this host alone. Raises UserError if --nodes is given
-    for such a launcher.
+    It is empty if the launcher starts ranks on this host alone. Raises UserError if --nodes is
+    given for such a launcher.
     """
     launcher = config.launch
     if options.nodes and not launcher.number_of_hosts:
@@ -304,7 +305,8 @@ def _measure_rounds(rows: Sequence[Row], settings: Settings, load_averages: list
     Args:
         rows: A row for each case.
         settings: What all runs share.
-        load_averages: The load average of this machine before each round is appended: other work makes
+        load_averages: The load average of this machine before each round is appended: other work
+        makes
             the runs slower.
     """
     code = 0

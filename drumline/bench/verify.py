@@ -35,8 +35,8 @@ from drumline.plan.plan import Plan
 from drumline.report.bars import OnProgress, stderr_bars
 from drumline.telemetry import events
 
-# Combinations that are compared by default with four processes or more, besides the strategies whose
-# StrategySpec has `compared`.
+# Combinations that are compared by default with four processes or more, besides the strategies
+# whose StrategySpec has `compared`.
 MIXES = ("ddp tp=2", "fsdp2 tp=2", "ddp pp=2", "fsdp2 cp=2")
 REFERENCE = "one process"
 # A function that loads the user's config with the overrides that it is given.
@@ -45,26 +45,27 @@ Read = Callable[[list[str]], Loaded]
 DROPOUT = ("dropout", "pdrop", "dropout_prob", "_drop")
 # The most entries of tensors that are read from a checkpoint at once.
 PORTION = 64 * 2**20
-# Relative differences are divided by at least these: a tensor may be all zeros, and so may a gradient.
+# Relative differences are divided by at least these: a tensor may be all zeros, and so may a
+# gradient.
 SMALLEST_NORM = 1e-12
 SMALLEST_GRAD_NORM = 1e-30
 # Differences of losses are divided by at least this. The loss of a policy is a mean of advantages,
 # which cancel at the first step, so that only rounding is left.
 SMALLEST_LOSS = 0.1
-# A weight whose gradient has at most this share of the gradient's norm is taken to have a true gradient
-# of 0. Should it be a small gradient after all, no harm is done: its difference is weighted by the share,
-# and to first order that is what it can change of the loss.
+# A weight whose gradient has at most this share of the gradient's norm is taken to have a true
+# gradient of 0. Should it be a small gradient after all, no harm is done: its difference is
+# weighted by the share, and to first order that is what it can change of the loss.
 ROUNDING = 1e-5
 # The ending of the names of Adam's second moments.
 SECOND = ".exp_avg_sq"
 # The largest relative difference that counts as the same by default; runs are fp32.
 TOLERANCE = 1e-5
 # A strategy may differ by this many times the difference between two micro-batches on one process.
-# Another micro-batch changes the order of sums in one place; a strategy changes it in a few (between
-# ranks, in collectives, within a product that is split).
+# Another micro-batch changes the order of sums in one place; a strategy changes it in a few
+# (between ranks, in collectives, within a product that is split).
 ROUNDING_FACTOR = 4
-# The largest difference that may count as rounding, as a share of what one sample does to the gradient.
-# Beyond it a sample that is lost or counted twice could not be told from rounding.
+# The largest difference that may count as rounding, as a share of what one sample does to the
+# gradient. Beyond it a sample that is lost or counted twice could not be told from rounding.
 LARGEST_ROUNDING = 0.1
 
 
@@ -89,8 +90,8 @@ class Outcome:
     def within(self, tolerance: float) -> bool:
         """Return whether nothing speaks against the strategy.
 
-        It trained the numbers of one process up to `tolerance` (the largest relative difference), or
-        it was refused before it started.
+        It trained the numbers of one process up to `tolerance` (the largest relative difference),
+        or it was refused before it started.
         """
         if self.apart is None:
             return not self.has_failed
@@ -109,8 +110,8 @@ def verify(
     """Compare strategies with one process, print a table, and return the exit code.
 
     The exit code is 0 if every strategy that runs stays within `tolerance`, and 1 if one differs by
-    more, or fails. All runs are in fp32 without TF32, have the same global batch, and have no dropout,
-    for which each rank would draw other random numbers.
+    more, or fails. All runs are in fp32 without TF32, have the same global batch, and have no
+    dropout, for which each rank would draw other random numbers.
 
     Args:
         config_path: The user's config.
@@ -118,7 +119,8 @@ def verify(
         wanted: Strategies, as `fsdp2 tp=2`; empty for all usual ones.
         steps: Optimizer steps of each run.
         nproc: Ranks of each strategy.
-        tolerance: The largest relative difference that counts as the same; None for that of `compare`.
+        tolerance: The largest relative difference that counts as the same; None for that of
+        `compare`.
         keep: A new folder for the runs; None for a temporary one.
 
     Raises ConfigError and its variants if the config itself cannot be trained on one process.
@@ -143,8 +145,8 @@ class Comparison:
     outcomes: tuple[Outcome, ...]
     # The largest relative difference that counts as the same.
     tolerance: float
-    # The relative difference between two runs on one process with different micro-batches; None if it
-    # was not measured: no strategy was beyond TOLERANCE, or the caller gave a tolerance.
+    # The relative difference between two runs on one process with different micro-batches; None if
+    # it was not measured: no strategy was beyond TOLERANCE, or the caller gave a tolerance.
     rounding: float | None = None
 
     @property
@@ -494,8 +496,8 @@ def _compare_strategy(
 def _train(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
     """Train a run to its end, and return its plan.
 
-    Raises WorkerFailed if a rank of a strategy failed, and DrumlineError if the reference failed: then
-    there is nothing to compare with.
+    Raises WorkerFailed if a rank of a strategy failed, and DrumlineError if the reference failed:
+    then there is nothing to compare with.
     """
     from drumline.launch.local import launch_trial
     from drumline.train.setup import Request, claim_run_dir, make_plan
@@ -533,14 +535,15 @@ def _open_folder(keep: Path | None) -> contextlib.AbstractContextManager[str]:
 class Difference:
     """The largest relative differences between two runs, `a` and its reference `b`.
 
-    That of a metric is the largest |a − b| / |b| of a step. That of tensors is the largest ‖a − b‖ / ‖b‖
-    (L2 norms, in fp64) of a tensor.
+    That of a metric is the largest |a − b| / |b| of a step. That of tensors is the largest ‖a − b‖
+    / ‖b‖ (L2 norms, in fp64) of a tensor.
 
     Some weights have a true gradient of 0, such as the biases of attention's keys, which cancel in
     softmax. Their computed gradient is rounding. Adam makes full steps of it, which differ with the
     strategy and change no output. `noise` names these weights, and they are compared in other ways:
 
-    - If a whole tensor is such a weight, its difference is multiplied by its share of the gradient's
+    - If a whole tensor is such a weight, its difference is multiplied by its share of the
+    gradient's
       norm, and the difference of its moments is divided by the norm of all moments (`_distances`).
     - If only some entries of a vector are (GPT-2 has one bias for queries, keys and values), these
       entries are left out of the weight and of its moments (`_mask_of_rounding`).
@@ -560,8 +563,8 @@ class Difference:
     def largest(self) -> float:
         """The number that is compared with a tolerance.
 
-        The difference of moments is halved: among them are averages of squares, and if a gradient differs
-        by a share of 1e-5, its square differs by 2e-5.
+        The difference of moments is halved: among them are averages of squares, and if a gradient
+        differs by a share of 1e-5, its square differs by 2e-5.
         """
         return max(self.loss, self.grad_norm, self.weights, (self.moments or 0.0) / 2)
 
@@ -640,7 +643,8 @@ def _distances(
     `Difference` says how such weights and their moments are compared.
     """
     noise = _find_noise(tensors)
-    # The norm of all tensors of one moment together. The slot ends a tensor's name, such as `exp_avg`.
+    # The norm of all tensors of one moment together. The slot ends a tensor's name, such as
+    # `exp_avg`.
     norm_of_slot: dict[str, float] = {}
     for tensor in tensors:
         slot = tensor.name.rpartition(".")[2]

@@ -100,8 +100,8 @@ def existing_or_url(given: str) -> str:
 def parse_model(given: str) -> str:
     """Parse the folder of a model, which must exist, or the id of a model.
 
-    A text is taken for an id if it has at most one slash, or a colon that ends the name of a hub, and
-    does not begin like a path. Raises UserError for a folder that does not exist.
+    A text is taken for an id if it has at most one slash, or a colon that ends the name of a hub,
+    and does not begin like a path. Raises UserError for a folder that does not exist.
     """
     parse_path(given)
     begins_as_path = given.startswith((".", "~", "/"))

@@ -31,9 +31,10 @@ class PluginCommand:
 
     Args:
         function: A function as typer takes it: its parameters are the arguments and options of the
-            command, its docstring is the help. `drumline --help` imports its module, so heavy imports
-            belong inside of the function.
-        heading: The heading of `drumline --help` that lists the command: Train, Plan, Data, Look, Runs,
+            command, its docstring is the help. `drumline --help` imports its module, so heavy
+            imports belong inside of the function.
+        heading: The heading of `drumline --help` that lists the command: Train, Plan, Data, Look,
+        Runs,
             Share, Diagnose, or another one.
     """
 

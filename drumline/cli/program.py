@@ -147,7 +147,8 @@ def _run(arguments: list[str], reports: bool) -> None:
 
     Args:
         arguments: The arguments after the program's name, in a form that typer can read.
-        reports: Whether this rank reports such a mistake. All ranks of a launcher make the same mistake,
+        reports: Whether this rank reports such a mistake. All ranks of a launcher make the same
+        mistake,
             and all but one exit silently.
     """
     from drumline.launch.environment import first_rank_reports
@@ -163,7 +164,8 @@ def _run(arguments: list[str], reports: bool) -> None:
             say(error.format_message())  # type: ignore[attr-defined]  # of typer's own class
             raise SystemExit(UserError.exit_code) from None
         if not reports:
-            # This waits until rank 0 has printed the mistake: the launcher ends all ranks when one exits.
+            # This waits until rank 0 has printed the mistake: the launcher ends all ranks when one
+            # exits.
             with first_rank_reports():
                 raise SystemExit(UserError.exit_code) from None
         if isinstance(error, UserError):
@@ -176,8 +178,8 @@ def _arguments_for_typer(arguments: list[str]) -> list[str]:
     """Return the arguments in a form that typer can read.
 
     `--resume` without a path gets the value `newest`. `--local_rank=N`, which
-    torch.distributed.launch and deepspeed add, is removed: the variable LOCAL_RANK has the same number.
-    Arguments after `--` belong to a script and stay as they are.
+    torch.distributed.launch and deepspeed add, is removed: the variable LOCAL_RANK has the same
+    number. Arguments after `--` belong to a script and stay as they are.
     """
     end = len(arguments)
     if "--" in arguments:

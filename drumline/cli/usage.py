@@ -13,7 +13,8 @@ from drumline.config.registry import nearest
 from drumline.errors import UserError
 from drumline.foreign import MOST_WHOLE
 
-# click's class UsageError, the base of all mistakes in the usage of a command. typer does not export it.
+# click's class UsageError, the base of all mistakes in the usage of a command. typer does not
+# export it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 assert UsageError.__name__ == "UsageError"
 # The most characters of the user's text that an error shows.

@@ -1,8 +1,8 @@
 """Translate configs of other tools into Drumline's config.
 
-A `Sheet` is the new config while it is made. For each key of the old file a rule writes on the sheet
-what the key means here. No key is dropped silently: a key without a meaning here gets a note, and a
-key whose effect Drumline lacks is an error, or on a lenient sheet a note.
+A `Sheet` is the new config while it is made. For each key of the old file a rule writes on the
+sheet what the key means here. No key is dropped silently: a key without a meaning here gets a note,
+and a key whose effect Drumline lacks is an error, or on a lenient sheet a note.
 
 Configs of accelerate and DeepSpeed are read here. Those of LLaMA-Factory, Axolotl, TRL and
 transformers are read by the distribution drumline-convert, with the same sheet.

@@ -140,8 +140,8 @@ def _read_section(sheet: Sheet, name: str, type_: OldKey | None, reader: Section
 def set_processes(sheet: Sheet) -> None:
     """Set the number of processes of this machine: num_processes counts those of all machines.
 
-    Each of several machines needs a launcher of its own, which a note says. Raises ConfigError if the
-    processes do not divide over the machines.
+    Each of several machines needs a launcher of its own, which a note says. Raises ConfigError if
+    the processes do not divide over the machines.
     """
     waiting = sheet.waiting
     machines = machine_count(sheet)
@@ -188,8 +188,8 @@ def machine_count(sheet: Sheet) -> int:
 def read_fsdp(sheet: Sheet, section: OldKey, old_keys: list[OldKey]) -> None:
     """Put the keys of an fsdp_config, of accelerate or of Hugging Face's Trainer, on the sheet.
 
-    Two keys set how to shard: sharding_strategy of FSDP1, and reshard_after_forward of FSDP2, which may
-    also have the name of a sharding strategy. Raises ConfigError if they differ.
+    Two keys set how to shard: sharding_strategy of FSDP1, and reshard_after_forward of FSDP2, which
+    may also have the name of a sharding strategy. Raises ConfigError if they differ.
     """
     apply_rules(FSDP, sheet, old_keys, "fsdp_config", "fsdp_")
     version = sheet.waiting.pop("version", None)
@@ -233,8 +233,9 @@ def _read_sharding(
     first, sharding = given[0]
     is_version_1 = version is not None and str(version.value) == "1"
     for other, other_sharding in given[1:]:
-        # FSDP1 reads sharding_strategy, and accelerate also writes reshard_after_forward with its default.
-        # For FSDP2 accelerate writes reshard_after_forward alone, so both keys are by the user's hand.
+        # FSDP1 reads sharding_strategy, and accelerate also writes reshard_after_forward with its
+        # default. For FSDP2 accelerate writes reshard_after_forward alone, so both keys are by the
+        # user's hand.
         is_default = is_version_1 and other_sharding.reshard is True
         is_same = other_sharding[:2] == sharding[:2]
         if not is_same and not is_default:

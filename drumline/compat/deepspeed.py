@@ -48,10 +48,10 @@ def read_deepspeed_config(
 ) -> None:
     """Put a whole DeepSpeed config on the sheet.
 
-    There are two ways. If the config is a file of its own, `strategy.config` names it, and Drumline's
-    DeepSpeed engine reads it. Then only the keys that a plan needs (PLANNED) go on the sheet. If the
-    config is part of another file, all keys go on the sheet, and those that Drumline does not have go
-    to `strategy.options`.
+    There are two ways. If the config is a file of its own, `strategy.config` names it, and
+    Drumline's DeepSpeed engine reads it. Then only the keys that a plan needs (PLANNED) go on the
+    sheet. If the config is part of another file, all keys go on the sheet, and those that Drumline
+    does not have go to `strategy.options`.
 
     Args:
         sheet: The sheet.
@@ -461,8 +461,8 @@ def read_deepspeed_json(sheet: Sheet, old: OldKey) -> None:
 def locate_file(base: Path, name: str) -> Path:
     """Return the path of a file that an old file names.
 
-    A relative path is looked up in the folder of the old file (`base`) and then in the current folder,
-    as accelerate and transformers do.
+    A relative path is looked up in the folder of the old file (`base`) and then in the current
+    folder, as accelerate and transformers do.
     """
     here = expanded(name)
     beside = base / here

@@ -43,10 +43,10 @@ def from_file(path: Path) -> Sheet:
     return sheet
 
 
-# `accelerate launch` exports the keys of its config file and its flags as environment variables, named
-# PREFIX_KEY (accelerate 1.15, `utils/launch.py`). It exports most of them even if the user set nothing,
-# so a default says nothing about what the user wants.
-# Every way to launch sets this variable.
+# `accelerate launch` exports the keys of its config file and its flags as environment variables,
+# named PREFIX_KEY (accelerate 1.15, `utils/launch.py`). It exports most of them even if the user
+# set nothing, so a default says nothing about what the user wants. Every way to launch sets this
+# variable.
 LAUNCHED = "ACCELERATE_MIXED_PRECISION"
 FSDP = (
     "offload_params",
@@ -108,8 +108,8 @@ class _Variables:
     def fsdp_keys(self) -> list[OldKey]:
         """Return the keys of FSDP.
 
-        The launcher exports both reshard_after_forward and sharding_strategy. The result has the one
-        that this version of FSDP reads; the other one has its default.
+        The launcher exports both reshard_after_forward and sharding_strategy. The result has the
+        one that this version of FSDP reads; the other one has its default.
         """
         reshard = self.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
         is_version_2 = self.environ.get("FSDP_VERSION") == "2"
@@ -128,8 +128,8 @@ class _Variables:
 def from_environment(environ: Mapping[str, str]) -> Sheet | None:
     """Return the sheet for the strategy that `accelerate launch` has set in the environment.
 
-    None if another program started this process. Raises ConfigError with the name of a variable that
-    cannot be translated.
+    None if another program started this process. Raises ConfigError with the name of a variable
+    that cannot be translated.
     """
     if LAUNCHED not in environ:
         return None

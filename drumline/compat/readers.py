@@ -1,8 +1,8 @@
 """Recognise which tool a config file belongs to, and find the function that reads it.
 
-Configs of accelerate and DeepSpeed are read by this package. Configs of any other tool are read by the
-`ConfigReader` of an installed package, which an entry point of the group `drumline.config_readers`
-names. A file with Drumline's own keys alone is not shown to any package.
+Configs of accelerate and DeepSpeed are read by this package. Configs of any other tool are read by
+the `ConfigReader` of an installed package, which an entry point of the group
+`drumline.config_readers` names. A file with Drumline's own keys alone is not shown to any package.
 """
 
 from __future__ import annotations

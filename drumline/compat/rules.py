@@ -1,7 +1,7 @@
 """The rules for keys of other tools. A rule writes on the sheet what a key means in Drumline's config.
 
-Each tool has tables of key → rule. The functions here return the rules (`set_key`, `drop`, `reject`,
-`postpone`, …) and the converters of values (`read_flag`, `read_number`, …).
+Each tool has tables of key → rule. The functions here return the rules (`set_key`, `drop`,
+`reject`, `postpone`, …) and the converters of values (`read_flag`, `read_number`, …).
 """
 
 from __future__ import annotations
@@ -174,9 +174,9 @@ def do_nothing(sheet: Sheet, old: OldKey) -> None:
 def postpone(name: str | None = None) -> Rule:
     """Return a rule that puts the old key into `sheet.waiting`, since its meaning depends on others.
 
-    When all keys have been read, a function of the tool takes the waiting keys and sets what they mean
-    together. The rule raises ConfigError if another key waits under the same name with a different
-    value.
+    When all keys have been read, a function of the tool takes the waiting keys and sets what they
+    mean together. The rule raises ConfigError if another key waits under the same name with a
+    different value.
 
     Args:
         name: The name to wait under; None for the old key's own name.

@@ -77,10 +77,12 @@ class Sheet:
 
     Args:
         base: the folder of the old file.
-        folder: the folder of the new config, which its paths are relative to; None makes them absolute.
+        folder: the folder of the new config, which its paths are relative to; None makes them
+        absolute.
         values: the sections and values of the new config.
         origins: position of a value in the new config → the old key that it comes from.
-        waiting: old keys, by their name in the tables, whose meaning depends on other keys. A function
+        waiting: old keys, by their name in the tables, whose meaning depends on other keys. A
+        function
             of the tool takes them when all keys of the file have been read.
         notes: lines that tell the user which keys have no meaning here.
         yielding: positions of values that the user's own config may replace without an error.

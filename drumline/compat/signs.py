@@ -24,8 +24,8 @@ AXOLOTL_KEYS = {
 }
 DEEPSPEED_KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu"}
 ACCELERATE_KEYS = {"compute_environment", "distributed_type"}
-# Frequent training arguments of transformers and TRL, and the sections that hold them. None is a key of
-# accelerate or DeepSpeed.
+# Frequent training arguments of transformers and TRL, and the sections that hold them. None is a
+# key of accelerate or DeepSpeed.
 TRAINING_KEYS = {
     "dataset_name",
     "eval_strategy",

@@ -48,8 +48,8 @@ class HostReport:
 
     name: str
     checks: tuple[Check, ...]
-    # Values that are compared between hosts, by name. A difference is a failed check, or a warning if
-    # MAY_DIFFER has the name.
+    # Values that are compared between hosts, by name. A difference is a failed check, or a warning
+    # if MAY_DIFFER has the name.
     facts: Mapping[str, str]
     # Number of ranks that the host would have; 0 if it could not be reached.
     ranks: int = 0

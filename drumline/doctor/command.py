@@ -35,8 +35,8 @@ def doctor(place: str | None, bandwidth: bool, as_json: bool, overrides: Sequenc
         as_json: Whether to print JSON instead of text.
         overrides: Values that replace those of the config, as `key=value`.
 
-    Raises UserError if there is nothing at `place`, for overrides without a config, and for `bandwidth`
-    after a run.
+    Raises UserError if there is nothing at `place`, for overrides without a config, and for
+    `bandwidth` after a run.
     """
     if place is None:
         return _check_hosts(None, (), bandwidth, as_json)
@@ -216,8 +216,8 @@ def _model_folder(model: str | None) -> str | None:
 def _files(pattern: str, base: Path) -> list[str]:
     """Return the files of a source of data; none for a URL.
 
-    If the pattern matches no file, the result is the pattern itself, so that a check reports that it is
-    missing.
+    If the pattern matches no file, the result is the pattern itself, so that a check reports that
+    it is missing.
 
     Args:
         pattern: A path, a glob or a URL, as in the config.

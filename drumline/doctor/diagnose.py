@@ -1,7 +1,8 @@
 """`drumline doctor RUN`: find in the logs and events of a run why it failed.
 
-The output of any other program can be read as well. Lines are matched against the table of signatures.
-Logs may have gigabytes, so they are read in pieces, and matching lines are counted, not kept.
+The output of any other program can be read as well. Lines are matched against the table of
+signatures. Logs may have gigabytes, so they are read in pieces, and matching lines are counted, not
+kept.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ LONGEST_LINE = 8 * SHOWN
 LOGS = {".log", ".out", ".err", ".txt"}
 # Folders of a run without logs.
 NO_LOGS = {"checkpoints", "export", "cache", "tensorboard"}
-# The data loader is slow if the median of the last WAITED_STEPS steps waits for data at least this share
-# of its time, and at least this many seconds.
+# The data loader is slow if the median of the last WAITED_STEPS steps waits for data at least this
+# share of its time, and at least this many seconds.
 WAITED = 0.3
 WAITED_SECONDS = 0.05
 WAITED_STEPS = 20
@@ -172,8 +173,8 @@ class _MatchGroup:
 def diagnose(place: str) -> list[Finding]:
     """Return the findings of a run, in the order in which to read them.
 
-    The newest attempt comes first. Within an attempt causes come before their consequences, and of two
-    causes the earlier one comes first.
+    The newest attempt comes first. Within an attempt causes come before their consequences, and of
+    two causes the earlier one comes first.
 
     Args:
         place: A run folder, another folder with logs, a file, or `-` for standard input.
@@ -250,8 +251,8 @@ def _search_readable(path: Path, place: Path) -> Iterator[MatchedLine]:
 def _search_file(path: Path, place: Path) -> Iterator[MatchedLine]:
     """Yield the matched lines of a file.
 
-    A line that does not name its attempt or rank gets those of the file's name. A line without a time
-    gets the time at which its rank ended.
+    A line that does not name its attempt or rank gets those of the file's name. A line without a
+    time gets the time at which its rank ended.
 
     Args:
         path: The file.
@@ -318,8 +319,8 @@ class _Attempts:
     def of_events(events: Path) -> _Attempts:
         """Return the attempts in a file of events.
 
-        An attempt begins with the event `run_start`, and ends with `fault`, which has its number. If an
-        attempt failed before it wrote `run_start`, its fault alone tells its number.
+        An attempt begins with the event `run_start`, and ends with `fault`, which has its number.
+        If an attempt failed before it wrote `run_start`, its fault alone tells its number.
         """
         attempts = _Attempts([0], [0])
         has_started = False
@@ -348,8 +349,8 @@ class _Attempts:
 def _end_of_rank(log: Path) -> float | None:
     """Return the time at which a rank ended, in unix seconds.
 
-    It is the time of the error in the .json file beside the rank's log, or else the time at which the
-    log was last written. None if neither can be read.
+    It is the time of the error in the .json file beside the rank's log, or else the time at which
+    the log was last written. None if neither can be read.
     """
     noted = log.with_suffix(".json")
     try:

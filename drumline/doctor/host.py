@@ -124,8 +124,8 @@ def examine(question: Question) -> HostReport:
             name = name.replace("_", " ")
             found = f"cannot be looked at: {error}"
             checks.append(Check(name, found, "warn", "look by hand"))
-    # The all-reduce over all hosts needs a port even if the config sets none. Every host names one that is
-    # free, since it is not known here which host will be the first.
+    # The all-reduce over all hosts needs a port even if the config sets none. Every host names one
+    # that is free, since it is not known here which host will be the first.
     with socket.create_server(("", 0)) as server:
         free_port = server.getsockname()[1]
     name = socket.gethostname()
@@ -135,8 +135,8 @@ def examine(question: Question) -> HostReport:
     return HostReport(name, tuple(checks), facts, ranks, port)
 
 
-# A function that yields the checks of one subject. It may add to the facts, the third argument, which are
-# compared between hosts.
+# A function that yields the checks of one subject. It may add to the facts, the third argument,
+# which are compared between hosts.
 CheckFunction = Callable[[Question, Machine, dict[str, str]], Iterator[Check]]
 
 
@@ -506,9 +506,9 @@ def write_speed(folder: Path) -> float:
 def check_memory(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
     """Check that free host memory is at least half of the GPUs' memory, and at least 2 GiB.
 
-    Loading and saving need about as much host memory as the model has bytes, and a model rarely takes
-    more than half of its devices. A control group, such as that of a container, may allow less than
-    the machine has; how much of its limit is already used is not counted.
+    Loading and saving need about as much host memory as the model has bytes, and a model rarely
+    takes more than half of its devices. A control group, such as that of a container, may allow
+    less than the machine has; how much of its limit is already used is not counted.
     """
     seen = psutil.virtual_memory()
     limit = Groups.of_this_process().memory_bytes()

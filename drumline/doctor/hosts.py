@@ -90,7 +90,8 @@ def compare_hosts(
 ) -> HostReport:
     """Return the report named `all`: what differs between hosts, and an all-reduce over their ranks.
 
-    The all-reduce is left out if a host could not be reached, since the other ranks would only wait.
+    The all-reduce is left out if a host could not be reached, since the other ranks would only
+    wait.
 
     Args:
         reached: Name of a host → its address, and how to run modules there.
@@ -228,8 +229,8 @@ def judge_all_reduce(
 def _failure_check(ends: Sequence[End], number: int) -> Check:
     """Return the check of an all-reduce that failed, with its likely cause.
 
-    The cause is a known signature in the ranks' errors, or else that ranks took too long, or else the
-    last line of the errors.
+    The cause is a known signature in the ranks' errors, or else that ranks took too long, or else
+    the last line of the errors.
 
     Args:
         ends: How each rank ended. All ranks of a host that gave no answer end as the host did.
@@ -286,8 +287,8 @@ def _pair_check(
 def expected_link(machine: Machine, same_host: bool, inter: str) -> Link:
     """Return the link between two ranks, by the catalog.
 
-    Ranks of one host without a GPU are connected by loopback. A GPU that the catalog does not know is
-    taken for one in a PCIe 4 slot.
+    Ranks of one host without a GPU are connected by loopback. A GPU that the catalog does not know
+    is taken for one in a PCIe 4 slot.
 
     Args:
         machine: The machine of the ranks.

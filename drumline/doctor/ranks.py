@@ -1,7 +1,7 @@
 """Start the ranks of one host for the doctor's all-reduce.
 
-`python -m drumline.doctor.ranks` reads a RankGroup from standard input and prints how each rank ended.
-Both are JSON. This module does not import torch; only the ranks do.
+`python -m drumline.doctor.ranks` reads a RankGroup from standard input and prints how each rank
+ended. Both are JSON. This module does not import torch; only the ranks do.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class Result:
 
     # Seconds of a small all-reduce.
     latency: float
-    # Bytes of a large tensor divided by the seconds of its all-reduce: the algorithm bandwidth (algbw). The
-    # bus bandwidth of n ranks is 2 (n − 1) / n times as large.
+    # Bytes of a large tensor divided by the seconds of its all-reduce: the algorithm bandwidth
+    # (algbw). The bus bandwidth of n ranks is 2 (n − 1) / n times as large.
     bandwidth: float
     # Seconds between the clock that is most ahead and the one that is most behind.
     clocks: float
@@ -172,8 +172,8 @@ def _all_reduce_seconds(bytes_: int, device: str) -> float:
 def _clock_difference(world: int) -> float:
     """Return the seconds between the clock that is most ahead and the one that is most behind.
 
-    Each rank reads its clock right after a barrier, so the result is too large by the time between the
-    first and the last rank that leaves it. Collective.
+    Each rank reads its clock right after a barrier, so the result is too large by the time between
+    the first and the last rank that leaves it. Collective.
     """
     times: list[float] = [0.0] * world
     dist.barrier()

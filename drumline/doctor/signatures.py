@@ -14,12 +14,12 @@ import yaml
 TABLE = Path(__file__).with_name("signatures.yaml")
 # As `after` of a signature it stands for all signatures.
 ANY = "any"
-# A pattern of what launchers write before the lines of a rank: `[rank3]:` or `[default3]:` (torch), `[1,3]<stderr>:`
-# (mpirun), `3: ` (srun -l), `(Worker pid=7, ip=…) ` (Ray), `trainer-1  | ` (Compose), a time
-# (kubectl).
+# A pattern of what launchers write before the lines of a rank: `[rank3]:` or `[default3]:` (torch),
+# `[1,3]<stderr>:` (mpirun), `3: ` (srun -l), `(Worker pid=7, ip=…) ` (Ray), `trainer-1  | `
+# (Compose), a time (kubectl).
 LAUNCHER = r"(?:\[?rank\d+\]?:? ?|\[[^\]\n]*\](?:<\w+>)?:? ?| *\d+: |\(\w+ pid=[^)\n]*\) |\S+ +\| |\d{4}-\d\d-\d\dT\S+ )?"
-# How many characters a wildcard of a pattern matches. Without a limit, the search in a line that repeats
-# the text before the wildcard would take time in proportion to the square of its length.
+# How many characters a wildcard of a pattern matches. Without a limit, the search in a line that
+# repeats the text before the wildcard would take time in proportion to the square of its length.
 FAR = "{0,1000}"
 _WILD = re.compile(r"(?<!\\)(\.|\[\^\\n\])\*")
 
