@@ -1,4 +1,7 @@
-"""Measure for `drumline calibrate` how long a block of a Llama takes besides its matrix products."""
+"""Measure for `drumline calibrate` how long a Llama block takes besides its matrix products.
+
+The rest is norms, rotary positions, softmax, activations and residual additions.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,19 @@ import torch
 
 from drumline.hardware.cluster import CostLine, Product, line_through, nearest_product
 
-# (tokens, width) of the blocks that are timed. In the smallest, products take next to no time, so its
-# seconds are those in which the host starts kernels.
+# (tokens, width of the hidden states) of the blocks that are timed. In the smallest, products take
+# next to no time, so its seconds are those in which the host starts kernels.
 BLOCKS = {
     "cpu": ((8, 64), (256, 256), (512, 576), (1024, 1024)),
     "cuda": ((8, 64), (2048, 2048), (8192, 4096)),
 }
 HEAD_DIM = 64
-# Inner width of the feed-forward part over the width of the hidden states.
+# Inner width of the feed-forward part, as a multiple of the width of the hidden states.
 MLP_RATIO = 3
-# Entries of a block's matrices over width²: attention has 4 matrices of 1 × width², and the feed-forward
-# part 3 of MLP_RATIO × width².
+# Entries of a block's matrices, as a multiple of width²: attention has 4 matrices of width²
+# entries, and the feed-forward part 3 of MLP_RATIO × width².
 MATRICES = 4 + 3 * MLP_RATIO
-# The fewest seconds of a point: a difference of measured seconds may be below 0.
+# The fewest seconds of a point. It is a difference of measured seconds, which may be below 0.
 LEAST_SECONDS = 1e-6
 
 
@@ -31,35 +34,38 @@ def besides_products(
     dtypes: Mapping[str, torch.dtype],
     measure: Callable[[Callable[[], Any]], float],
 ) -> dict[str, tuple[CostLine, CostLine]]:
-    """Return precision → latency and bandwidth of a block besides its products, (forward, backward).
+    """Return precision → (forward, backward): the cost of a block besides its matrix products.
 
-    The bandwidth is in bytes of the block's hidden states.
+    A cost is a latency in seconds and a bandwidth, in bytes of the block's hidden states per
+    second.
 
     Args:
         device: cpu or cuda.
-        products: The measured matrix products of each precision.
-        dtypes: The precisions to measure.
+        products: Precision → measured matrix products.
+        dtypes: Precision → dtype, for the precisions to measure.
         measure: Returns the seconds of a call.
     """
     lines = {}
     for precision, dtype in dtypes.items():
         if precision == "fp16" and device == "cpu":
             continue
+        # Bytes as if all hidden states were in this precision. Under autocast some operators of the
+        # block take them in fp32.
         entry_bytes = 2
         if precision == "fp32":
             entry_bytes = 4
         forward_points = []
         backward_points = []
-        for rows, width in BLOCKS[device]:
-            forward, both = _time_block(device, precision, dtype, (rows, width), measure)
+        for tokens, width in BLOCKS[device]:
+            forward, both = _time_block(device, precision, dtype, (tokens, width), measure)
             # Attention is causal: it computes half of all pairs of tokens.
-            flop = 2.0 * rows * (MATRICES * width * width + rows * width)
-            product = nearest_product(products[precision], rows, width)
-            spent = flop / product.rate
-            bytes_ = rows * width * entry_bytes
-            forward_rest = max(forward - spent, LEAST_SECONDS)
+            flop = 2.0 * tokens * (MATRICES * width * width + tokens * width)
+            product = nearest_product(products[precision], tokens, width)
+            product_seconds = flop / product.rate
+            bytes_ = tokens * width * entry_bytes
+            forward_rest = max(forward - product_seconds, LEAST_SECONDS)
             # Backward has two products for each of forward.
-            backward_rest = max(both - forward - 2 * spent, LEAST_SECONDS)
+            backward_rest = max(both - forward - 2 * product_seconds, LEAST_SECONDS)
             forward_points.append((bytes_, forward_rest))
             backward_points.append((bytes_, backward_rest))
         lines[precision] = line_through(forward_points), line_through(backward_points)
@@ -77,14 +83,14 @@ def _time_block(
 
     Args:
         device: cpu or cuda.
-        precision: As fp32, under which there is no autocast.
-        dtype: Of autocast.
+        precision: A key of DTYPES in calibrate.py; under fp32 there is no autocast.
+        dtype: The dtype of autocast.
         shape: (tokens, width) of the hidden states.
         measure: Returns the seconds of a call.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    rows, width = shape
+    tokens, width = shape
     heads = max(1, width // HEAD_DIM)
     config = LlamaConfig(
         num_hidden_layers=1,
@@ -96,9 +102,9 @@ def _time_block(
     )
     model = LlamaForCausalLM(config).model.to(device)
     block = model.layers[0]
-    hidden = torch.randn(1, rows, width, device=device, requires_grad=True)
+    hidden = torch.randn(1, tokens, width, device=device, requires_grad=True)
     with torch.autocast(device, dtype, enabled=precision != "fp32"):
-        positions = torch.arange(rows, device=device)[None]
+        positions = torch.arange(tokens, device=device)[None]
         angles = model.rotary_emb(hidden, positions)
 
         def forward() -> Any:

@@ -1,9 +1,12 @@
 """`drumline calibrate`: measure this machine once, by real ranks, and store the rates.
 
-The planner reads them in place of the catalog's. Each rank is `python -m drumline.bench.calibrate
-TASK.json`. Rank 0 writes what all of them measured. All ranks run the same in the same order and at
-the same time, because processes share caches, memory and power. The disk is measured by rank 0
-alone.
+The planner uses them in place of the catalog's rates. Each rank is a process of its own, `python -m
+drumline.bench.calibrate TASK.json`. All ranks take the same measurements in the same order and at
+the same time, because processes share caches, memory and power; rank 0 writes the result. The disk
+is measured by rank 0 alone.
+
+A new measurement needs a field of `Calibration` and of the model of its file (both in
+`hardware.cluster`), a function `measure_…` here, and a row in `_bytes_table`.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ from drumline.telemetry.traffic import CommunicatedBytes
 from drumline.train.failure import exit_on_error, record_failure
 
 MIB = 2**20
-# The most ranks on a CPU, unless --nproc says more and there are as many cores.
+# The most ranks on a CPU by default. --nproc may ask for up to this many ranks on any host, and for
+# more if there are as many cores.
 MOST_CPU_RANKS = 8
 # Free bytes that the measurement of the disk requires: twice its largest file.
 DISK_BYTES = 512 * MIB
@@ -69,11 +73,11 @@ TIMEOUT = 60.0
 class Limits(NamedTuple):
     """Limits of a measurement."""
 
-    # The most seconds that a rank may take for everything.
+    # The most seconds that a rank may take for all measurements.
     rank_seconds: float
-    # A call is sampled until there are SAMPLES samples and they took this long together …
+    # A call is sampled until there are SAMPLES samples that took this many seconds together …
     least_seconds: float
-    # … or until they took this long.
+    # … or until the samples, however few, took this many seconds.
     most_seconds: float
     # The most seconds that a matrix product is expected to take. Larger products are left out.
     product_seconds: float
@@ -97,9 +101,10 @@ QUICK = Limits(
 )
 # The fewest samples of a call, unless they take more than `Limits.most_seconds`.
 SAMPLES = 15
-# Seconds of a sample on a GPU, which is so many calls: waiting for the end of each would cost time.
+# On a GPU a sample is a batch of calls that takes about this many seconds, since waiting for the
+# end of each call would add to its time.
 SAMPLE_SECONDS = 0.01
-# (device, quick) → numbers of rows, and widths, of the products (rows × width) · (width × width).
+# (device, quick) → (numbers of rows, widths) of the products (rows × width) · (width × width).
 SHAPES: dict[tuple[str, bool], tuple[tuple[int, ...], tuple[int, ...]]] = {
     ("cpu", True): ((64, 512), (256, 1024)),
     ("cpu", False): ((64, 256, 512, 2048), (64, 256, 576, 1024, 2048)),
@@ -113,21 +118,23 @@ LARGEST_SENT = {
     ("cuda", True): 64 * MIB,
     ("cuda", False): 256 * MIB,
 }
-# Bytes of the tensor whose copy measures a device's memory: more than caches hold.
+# Bytes of the tensor whose copy measures a device's memory: more than its caches hold.
 COPIED = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
-# Bytes of the largest file, quick or not.
+# quick → bytes of the largest file that is written.
 LARGEST_FILE = {True: 32 * MIB, False: 256 * MIB}
 
 
 @dataclass(frozen=True)
 class Task:
-    """The task of the ranks."""
+    """What the ranks measure. It is handed to them as JSON."""
 
+    # cpu or cuda.
     device: str
-    # Whether the GPUs have bf16.
+    # Whether the GPUs compute in bf16.
     bf16: bool
+    # Whether to measure fewer and smaller things.
     quick: bool
-    # A folder of the disk to measure.
+    # A folder on the disk to measure.
     folder: str
     # The file that rank 0 writes.
     out: str
@@ -141,7 +148,7 @@ class Task:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """(rows, width) of products (rows × width) · (width × width), from small to large."""
+        """(rows, width) of the products (rows × width) · (width × width), fewest FLOPs first."""
         all_rows, widths = SHAPES[self.device, self.quick]
         shapes = []
         for rows in all_rows:
@@ -161,7 +168,7 @@ class Task:
 
 
 def group_sizes(world: int) -> list[int]:
-    """Return the sizes of groups of ranks that are measured: 2, 4, 8, … and all."""
+    """Return the sizes of the groups of ranks that are measured: 2, 4, 8, … and all `world` ranks."""
     sizes = []
     size = 2
     while size <= world:
@@ -177,12 +184,12 @@ def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
 
     Args:
         quick: Measure fewer and smaller things.
-        nproc: Ranks; by default one for each GPU, else one for each core, at least two and at most
-            eight.
-        out: The file; None: in the cache folder.
+        nproc: The number of ranks; None for one for each GPU, or without GPUs one for each core, at
+            least two and at most MOST_CPU_RANKS.
+        out: The file to write; None for a file in the cache folder.
 
-    Raises UserError for more ranks than GPUs or cores and for a folder as `out`, EnvironmentFault if
-    files cannot be written, WorkerFailed if a rank fails.
+    Raises UserError for too many ranks (see MOST_CPU_RANKS) and for a folder as `out`,
+    EnvironmentFault if files cannot be written, WorkerFailed if a rank fails.
     """
     machine = detect()
     ranks = _number_of_ranks(machine, nproc)
@@ -204,23 +211,25 @@ def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
         highlight=False,
         soft_wrap=True,
     )
-    measured = _measure_by_ranks(machine, ranks, quick, folder)
-    measured = replace(measured, hardware=hardware_name(machine), software=software_name(machine))
+    calibration = _measure_by_ranks(machine, ranks, quick, folder)
+    calibration = replace(
+        calibration, hardware=hardware_name(machine), software=software_name(machine)
+    )
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    write(measured, target, measured=now, quick=quick)
-    for table in tables(measured):
+    write(calibration, target, measured_at=now, quick=quick)
+    for table in tables(calibration):
         console.print(table)
     console.print(f"stored in {target}", highlight=False, soft_wrap=True)
     return 0
 
 
 def _number_of_ranks(machine: Machine, nproc: int | None) -> int:
-    """Return how many ranks measure. Raises UserError if `nproc` is too many.
+    """Return the number of ranks that measure. Raises UserError if `nproc` is too large.
 
-    On a CPU they would share cores, and measure the scheduler.
+    Far more ranks than cores would measure the scheduler of the kernel.
     """
     gpus = len(machine.devices)
-    # Two at least, since one rank alone measures no collective.
+    # At least two, since one rank alone measures no collective.
     cpu_ranks = max(2, min(machine.cores, MOST_CPU_RANKS))
     ranks = nproc or gpus or cpu_ranks
     most = gpus or max(machine.cores, MOST_CPU_RANKS)
@@ -244,7 +253,7 @@ def _measure_by_ranks(machine: Machine, ranks: int, quick: bool, folder: Path) -
         task = Task(machine.device, machine.bf16, quick, str(folder), out=f"{work}/measured.json")
         task_file = Path(work, "task.json")
         task_file.write_text(json.dumps(asdict(task)))
-        # All cores, whatever the shell says.
+        # The ranks share all cores, whatever the shell says.
         os.environ["OMP_NUM_THREADS"] = str(max(1, machine.cores // ranks))
         command = tied_arguments("drumline.bench.calibrate", str(task_file))
         agent = Agent(command, ranks, listen(None), Path(work, "logs"), signals, grace=5.0)
@@ -265,23 +274,23 @@ def _measure_by_ranks(machine: Machine, ranks: int, quick: bool, folder: Path) -
         return read_calibration(Path(task.out))
 
 
-def write(calibration: Calibration, path: Path, *, measured: str, quick: bool) -> None:
-    """Write a calibration, whole or not at all. Raises EnvironmentFault if that fails.
+def write(calibration: Calibration, path: Path, *, measured_at: str, quick: bool) -> None:
+    """Write a calibration to a file, whole or not at all. Raises EnvironmentFault if that fails.
 
     Args:
-        calibration: The rates.
-        path: The file.
-        measured: The time of the measurement, in ISO format.
-        quick: Whether it was a quick one.
+        calibration: The measured rates.
+        path: The file to write.
+        measured_at: The time of the measurement in ISO format.
+        quick: Whether fewer and smaller things were measured.
     """
-    # JSON has no pairs as keys: kind → number of ranks → line.
+    # JSON has no pairs as keys, so the file has kind → number of ranks → latency and bandwidth.
     collectives: dict[str, dict[str, Any]] = {}
     for (kind, ranks), line in sorted(calibration.collectives.items()):
         by_ranks = collectives.setdefault(kind, {})
         by_ranks[str(ranks)] = vars(line)
     values = {
         "version": 1,
-        "measured": measured,
+        "measured": measured_at,
         "quick": quick,
         **asdict(calibration),
         "collectives": collectives,
@@ -295,9 +304,9 @@ def _require_space(folder: Path, bytes_: int, fix: str) -> None:
     """Raise EnvironmentFault if a folder cannot be made or written to, or has too little space.
 
     Args:
-        folder: It is made if it does not exist.
+        folder: The folder. It is made if it does not exist.
         bytes_: The free space that it must have.
-        fix: Another place.
+        fix: What the user can do instead of freeing space.
     """
     with disk_errors("cannot be written to", str(folder), EnvironmentFault, fix):
         folder.mkdir(parents=True, exist_ok=True)
@@ -311,9 +320,9 @@ def _require_space(folder: Path, bytes_: int, fix: str) -> None:
         )
 
 
-def tables(measured: Calibration) -> list[Table]:
-    """Return the tables of a calibration: matrix products, and what moves bytes."""
-    return [_products_table(measured.products), _bytes_table(measured)]
+def tables(calibration: Calibration) -> list[Table]:
+    """Return the tables of a calibration: one of matrix products, one of all that moves bytes."""
+    return [_products_table(calibration.products), _bytes_table(calibration)]
 
 
 def _products_table(products: Mapping[str, tuple[Product, ...]]) -> Table:
@@ -337,32 +346,32 @@ def _products_table(products: Mapping[str, tuple[Product, ...]]) -> Table:
     return table
 
 
-def _bytes_table(measured: Calibration) -> Table:
+def _bytes_table(calibration: Calibration) -> Table:
     """Return a table of the latency and the bandwidth of all that moves bytes."""
     table = Table("what", "ranks", "latency, µs", "GB/s", title="bytes", box=box.SIMPLE)
-    if measured.memory:
-        table.add_row("memory, copied", "", "", f"{measured.memory / 1e9:,.2f}")
+    if calibration.memory:
+        table.add_row("memory, copied", "", "", f"{calibration.memory / 1e9:,.2f}")
 
     def add(name: str, group: str, line: CostLine) -> None:
         microseconds = line.latency * 1e6
         gb_per_s = line.bandwidth / 1e9
         table.add_row(name, group, f"{microseconds:,.0f}", f"{gb_per_s:,.2f}")
 
-    by_ranks = sorted((ranks, kind) for kind, ranks in measured.collectives)
+    by_ranks = sorted((ranks, kind) for kind, ranks in calibration.collectives)
     for ranks, kind in by_ranks:
-        add(kind.replace("_", "-"), str(ranks), measured.collectives[kind, ranks])
-    for name, line in measured.host.items():
+        add(kind.replace("_", "-"), str(ranks), calibration.collectives[kind, ranks])
+    for name, line in calibration.host.items():
         add(name.replace("_", " "), "", line)
-    for precision, (forward, backward) in measured.operators.items():
+    for precision, (forward, backward) in calibration.operators.items():
         add(f"block forward, {precision}", "", forward)
         add(f"block backward, {precision}", "", backward)
-    for direction, line in measured.disk.items():
+    for direction, line in calibration.disk.items():
         add(f"disk {direction}", "", line)
     return table
 
 
 def main() -> None:
-    """Measure as one rank."""
+    """Measure as one rank, by the task in the file that the first argument names."""
     with exit_on_error():
         task = Task(**json.loads(Path(sys.argv[1]).read_text()))
         # A rank that hangs in a call of C ends here, whatever the other ranks do.
@@ -372,18 +381,22 @@ def main() -> None:
             backend = "nccl"
         ranks = start(task.device, backend, TIMEOUT)
         try:
-            measured = measure(task, ranks)
+            calibration = measure(task, ranks)
         except BaseException as error:
             record_failure(error)
             raise
         finally:
             stop()
         if ranks.rank == 0:
-            write(measured, Path(task.out), measured="now", quick=task.quick)
+            # The launcher writes the time, together with the names of the hardware.
+            write(calibration, Path(task.out), measured_at="now", quick=task.quick)
 
 
 def measure(task: Task, ranks: RankInfo) -> Calibration:
-    """Measure on every rank and return the rates of all. Only rank 0's result is complete. Collective."""
+    """Measure on every rank, and return one calibration for all ranks. Collective.
+
+    Only rank 0's result is complete, since it alone measures the disk.
+    """
     # The default of precision.tf32.
     torch.backends.cuda.matmul.allow_tf32 = True
     # All ranks compute at the same time, as in training.
@@ -403,8 +416,8 @@ def measure(task: Task, ranks: RankInfo) -> Calibration:
     disk: dict[str, CostLine] = {}
     if ranks.rank == 0:
         disk = measure_disk(task)
-    # All ranks measured at the same time. Ranks on a CPU share it, so its rate is their sum. Of GPUs
-    # the slowest counts, since it sets the pace of a step.
+    # All ranks measured at the same time. Ranks on a CPU share it, so their rates are added. Of
+    # several GPUs the slowest counts, since the others wait for it in each step.
     combine: Callable[[list[float]], float] = sum
     if task.device == "cuda":
         combine = min
@@ -420,8 +433,8 @@ def measure(task: Task, ranks: RankInfo) -> Calibration:
     for precision in own_products:
         products[precision] = _combine_products(products_of_ranks, precision, combine)
         matmul[precision] = rate_of_large(products[precision])
-    # Latency and bandwidth of a block's operators belong together, so both are those of the slowest
-    # rank.
+    # The latency and the bandwidth of a block's operators belong together, so both are taken from
+    # the slowest rank.
     operators = {}
     for precision in own_blocks:
         lines = [blocks[precision] for blocks in blocks_of_ranks]
@@ -440,7 +453,7 @@ def measure(task: Task, ranks: RankInfo) -> Calibration:
 
 
 def _latency_of_backward(lines: tuple[CostLine, CostLine]) -> float:
-    """Return the latency of the second of two lines, (forward, backward)."""
+    """Return the latency of backward. `lines`: (forward, backward)."""
     _, backward = lines
     return backward.latency
 
@@ -448,12 +461,12 @@ def _latency_of_backward(lines: tuple[CostLine, CostLine]) -> float:
 def _combine_products(
     products_of_ranks: list[Products], precision: str, combine: Callable[[list[float]], float]
 ) -> tuple[Product, ...]:
-    """Return the products of a precision that every rank has measured, with one rate for all ranks.
+    """Return the matrix products that every rank has measured, each with one rate for all ranks.
 
     Args:
         products_of_ranks: What each rank measured.
-        precision: As fp32.
-        combine: Returns one rate for those of all ranks.
+        precision: A key of DTYPES.
+        combine: Returns one rate for the rates of all ranks.
     """
     of_ranks = [products[precision] for products in products_of_ranks]
     combined = []
@@ -465,7 +478,7 @@ def _combine_products(
 
 
 def measure_products(task: Task) -> Products:
-    """Measure the FLOP/s of (rows × width) · (width × width), in each precision of the device."""
+    """Return the FLOP/s of products (rows × width) · (width × width) in the device's precisions."""
     products = {}
     for precision, dtype in DTYPES.items():
         # A GPU without bf16 emulates it, far slower than training would ever run.
@@ -500,70 +513,70 @@ def rate_of_large(measured: Sequence[Product]) -> float:
 
 def measure_memory(task: Task) -> float:
     """Return the bytes/s of a copy within the device's memory. Bytes read and written both count."""
-    size = COPIED[task.device]
-    source = torch.ones(size // FP32_BYTES, device=task.device)
-    target = torch.ones(size // FP32_BYTES, device=task.device)
+    bytes_ = COPIED[task.device]
+    source = torch.ones(bytes_ // FP32_BYTES, device=task.device)
+    target = torch.ones(bytes_ // FP32_BYTES, device=task.device)
     seconds = _time_call(partial(target.copy_, source), task)
-    return 2 * size / seconds
+    return 2 * bytes_ / seconds
 
 
 def measure_host_copies(task: Task) -> dict[str, CostLine]:
     """Return latency and bandwidth of copies between pinned memory and the device."""
     to_device = []
     to_host = []
-    for size in task.sizes:
-        here = torch.ones(size // FP32_BYTES).pin_memory()
-        there = torch.ones(size // FP32_BYTES, device=task.device)
+    for bytes_ in task.sizes:
+        here = torch.ones(bytes_ // FP32_BYTES).pin_memory()
+        there = torch.ones(bytes_ // FP32_BYTES, device=task.device)
         seconds = _time_call(partial(there.copy_, here, non_blocking=True), task)
-        to_device.append((size, seconds))
+        to_device.append((bytes_, seconds))
         seconds = _time_call(partial(here.copy_, there, non_blocking=True), task)
-        to_host.append((size, seconds))
+        to_host.append((bytes_, seconds))
     return {"to_device": line_through(to_device), "to_host": line_through(to_host)}
 
 
 def measure_disk(task: Task) -> dict[str, CostLine]:
     """Return latency and bandwidth of writing and reading a file.
 
-    Writing ends when the file is on the disk. The kernel is asked to drop it from its cache before it
-    is read.
+    The time of writing ends when the file is on the disk. Before it is read, the kernel is asked to
+    drop it from its cache.
     """
     written = []
     read = []
-    for size in (MIB, 16 * MIB, LARGEST_FILE[task.quick]):
+    for bytes_ in (MIB, 16 * MIB, LARGEST_FILE[task.quick]):
         # Random, so that no file system can compress it much.
-        data = os.urandom(MIB) * (size // MIB)
+        data = os.urandom(MIB) * (bytes_ // MIB)
         with tempfile.NamedTemporaryFile(dir=task.folder, prefix="calibrate-") as file:
             began = time.perf_counter()
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
             seconds = time.perf_counter() - began
-            written.append((size, seconds))
-            # macOS has none: there it is read from the kernel's cache.
+            written.append((bytes_, seconds))
+            # macOS lacks this call, so there the file is read from the kernel's cache.
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(file.fileno(), 0, bytes_, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             began = time.perf_counter()
             while file.read(4 * MIB):
                 pass
             seconds = time.perf_counter() - began
-            read.append((size, seconds))
+            read.append((bytes_, seconds))
     return {"write": line_through(written), "read": line_through(read)}
 
 
 def measure_collectives(task: Task, ranks: RankInfo) -> dict[tuple[str, int], CostLine]:
-    """Return latency and bandwidth of each kind of collective, by (kind, number of ranks).
+    """Return (kind, number of ranks) → latency and bandwidth of each kind of collective. Collective.
 
-    The ranks are the first 2, 4, … and all. Bytes are counted as a run counts them. Collective; ranks
-    outside of a group wait for it.
+    The groups are the first 2, 4, … ranks and all ranks; ranks outside of a group wait for it.
+    Bytes are counted as telemetry counts those of a run (`CommunicatedBytes`).
     """
     lines = {}
-    for size in group_sizes(ranks.world_size):
+    for group_size in group_sizes(ranks.world_size):
         # Every rank must call new_group, also if it is not in the group.
-        group = dist.new_group(range(size))
-        if ranks.rank < size:
+        group = dist.new_group(range(group_size))
+        if ranks.rank < group_size:
             for kind in KINDS:
-                lines[kind, size] = _measure_collective(kind, size, group, task)
+                lines[kind, group_size] = _measure_collective(kind, group_size, group, task)
         dist.barrier()
     if ranks.world_size > 1:
         points = []
@@ -573,29 +586,29 @@ def measure_collectives(task: Task, ranks: RankInfo) -> dict[tuple[str, int], Co
     return lines
 
 
-def _measure_collective(kind: str, size: int, group: Any, task: Task) -> CostLine:
-    """Return latency and bandwidth of a collective, by the bytes that a rank sends."""
+def _measure_collective(kind: str, group_size: int, group: Any, task: Task) -> CostLine:
+    """Return latency and bandwidth of a collective, for the bytes that one rank sends."""
     points = []
     for bytes_ in task.sizes:
-        call = _make_collective(kind, bytes_, size, group, task.device)
+        call = _make_collective(kind, bytes_, group_size, group, task.device)
         points.append(_time_collective(call, group, task))
     return line_through(points)
 
 
 def _make_collective(
-    kind: str, bytes_: int, size: int, group: Any, device: str
+    kind: str, bytes_: int, group_size: int, group: Any, device: str
 ) -> Callable[[], Any]:
     """Return a function that calls a collective on tensors in fp32.
 
     Args:
         kind: One of KINDS.
-        bytes_: Of the tensor on the larger side, rounded down to whole entries of each rank.
-        size: Ranks of the group.
+        bytes_: Bytes of the larger of input and output, rounded down to whole entries of each rank.
+        group_size: Number of ranks in the group.
         group: The process group.
-        device: Of the tensors.
+        device: The device of the tensors.
     """
-    entries_of_rank = bytes_ // FP32_BYTES // size
-    whole = torch.zeros(entries_of_rank * size, device=device)
+    entries_of_rank = bytes_ // FP32_BYTES // group_size
+    whole = torch.zeros(entries_of_rank * group_size, device=device)
     part = torch.zeros(entries_of_rank, device=device)
     other = torch.zeros_like(whole)
     calls = {
@@ -608,7 +621,10 @@ def _make_collective(
 
 
 def _time_collective(call: Callable[[], Any], group: Any, task: Task) -> tuple[float, float]:
-    """Return (bytes that a rank sends, least seconds of a call when all ranks start together)."""
+    """Return (bytes that a rank sends, seconds of the fastest of several calls).
+
+    All ranks of the group start each call together.
+    """
     # The first call also opens connections, so it is not timed.
     with CommunicatedBytes() as sent:
         call()
@@ -625,16 +641,15 @@ def _time_collective(call: Callable[[], Any], group: Any, task: Task) -> tuple[f
 
 
 def _time_p2p(bytes_: int, rank: int, task: Task) -> tuple[float, float]:
-    """Return (bytes, seconds in which they go from rank 0 to rank 1 or back). Collective.
+    """Return (bytes, seconds to send them from rank 0 to rank 1 or back). Collective.
 
-    All other ranks wait at the barrier.
+    All other ranks wait at the barrier, and nothing reads their result.
     """
     tensor = torch.zeros(bytes_ // FP32_BYTES, device=task.device)
-    # The result of ranks other than 0 and 1, which nothing reads.
     seconds = 1.0
     if rank < 2:
         times = []
-        # One more, since the first opens the connection.
+        # One more than is needed, since the first opens the connection.
         for _ in range(task.limits.collective_calls + 1):
             began = time.perf_counter()
             for sender in (0, 1):
@@ -650,9 +665,9 @@ def _time_p2p(bytes_: int, rank: int, task: Task) -> tuple[float, float]:
 
 
 def _time_call(call: Callable[[], Any], task: Task) -> float:
-    """Return the seconds of a call: the least of several samples, since other work only adds time.
+    """Return the seconds of a call: those of the fastest sample, since other work only adds time.
 
-    On a GPU a sample is many calls, since waiting for the end of each would cost time.
+    On a CPU a sample is one call, on a GPU a batch of them (see SAMPLE_SECONDS).
     """
     # The first call loads kernels and starts threads.
     _mean_seconds(call, 1, task.device)
@@ -671,7 +686,7 @@ def _time_call(call: Callable[[], Any], task: Task) -> float:
 
 
 def _mean_seconds(call: Callable[[], Any], calls: int, device: str) -> float:
-    """Return the mean seconds of some calls in a row."""
+    """Return the mean seconds of `calls` calls in a row."""
     began = time.perf_counter()
     for _ in range(calls):
         call()
@@ -680,7 +695,7 @@ def _mean_seconds(call: Callable[[], Any], calls: int, device: str) -> float:
 
 
 def _synchronize(device: str) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all work that was started on it."""
     if device == "cuda":
         torch.cuda.synchronize()
 

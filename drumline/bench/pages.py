@@ -1,6 +1,6 @@
-"""Write the results of a bench or a sweep.
+"""Write the results of a bench or a sweep into a folder: as Markdown, HTML and PNG.
 
-They are a table as Markdown, one HTML file with its figure inside, and the figure as PNG.
+The HTML file contains its figure and needs no other file.
 """
 
 from __future__ import annotations
@@ -24,17 +24,23 @@ from drumline.report import markup
 from drumline.report.bars import notes
 from drumline.system.files import write_whole
 
-# Of a table; the first is its head.
+# The rows of a table; the first is its head.
 Rows = Sequence[Sequence[str]]
-# Characters between columns.
+# Characters between two columns in the terminal.
 COLUMN_GAP = 2
 
 
 def claim(folder: Path, mark: str, thing: str) -> bool:
-    """Make a folder, or take an earlier one of the same kind; return whether it is an earlier one.
+    """Make a folder for results, or use the folder of an earlier bench or sweep again.
 
-    `mark`: the file that such a folder has. `thing`: what it is a folder of, for the error. Raises
-    EnvironmentFault for a folder that holds something else, or cannot be made.
+    Return False if the folder is new, and True if it holds the results of an earlier one.
+
+    Args:
+        folder: The folder.
+        mark: The name of the file that every such folder has. It is written into a new folder.
+        thing: What the folder is of, for the error: bench or sweep.
+
+    Raises EnvironmentFault for a folder that holds something else, or cannot be made.
     """
     fix = "name another folder with --to"
     if (folder / mark).exists():
@@ -48,10 +54,16 @@ def claim(folder: Path, mark: str, thing: str) -> bool:
 
 
 def show(console: Console, title: str, rows: Rows, left: Sequence[str]) -> None:
-    """Print a table. The first row is its head; the columns named in `left` are texts.
+    """Print a table.
 
-    In a table that is too wide the last word of each number has a line of its own, since a column
-    that is folded would cut numbers in two.
+    If the table is wider than the terminal, the last word of each number goes to a line of its own,
+    since a column that is folded would cut numbers in two.
+
+    Args:
+        console: The console to print to.
+        title: The title of the table.
+        rows: The rows; the first is the head.
+        left: The heads of the columns that hold texts. All other columns hold numbers.
     """
     width = 0
     for column in zip(*rows, strict=True):
@@ -108,7 +120,7 @@ def _one_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """A table of a page below its heading, which may be empty."""
+    """A table of an HTML page with its heading, which may be empty."""
 
     heading: str
     table: markup.Table
@@ -122,10 +134,17 @@ def write_pages(
     lines: Sequence[str],
     draw: Callable[[Any], None],
 ) -> str:
-    """Write NAME.md, NAME.html and NAME.png into `folder`, and return their names.
+    """Write NAME.md, NAME.html and NAME.png into a folder, and return their names with commas.
 
-    `tables`: heading, which may be empty, and rows. `lines`: texts below them. `draw`: draws into a
-    matplotlib Figure. Without matplotlib there is no figure, and a note says so.
+    Without matplotlib there is no figure, and a note says so.
+
+    Args:
+        folder: The folder.
+        name: The name of the files without their endings.
+        title: The title of the pages.
+        tables: (heading, rows) of each table; a heading may be empty.
+        lines: Remarks below the tables.
+        draw: Draws the figure into the matplotlib Figure that it is given.
     """
     png = _png(draw)
     names = [f"{name}.md", f"{name}.html"]
@@ -149,7 +168,7 @@ def write_pages(
 
 
 def _markdown_page(title: str, tables: Sequence[tuple[str, Rows]], lines: Sequence[str]) -> str:
-    """Return the tables with their headings and the lines below them, as Markdown."""
+    """Return the Markdown page: the title, the tables with their headings, and the remarks."""
     parts = [f"# {title}"]
     for heading, rows in tables:
         if heading:
@@ -162,7 +181,7 @@ def _markdown_page(title: str, tables: Sequence[tuple[str, Rows]], lines: Sequen
 
 
 def _png(draw: Callable[[Any], None]) -> bytes | None:
-    """Return the figure that `draw` draws as a PNG; None, and a note, without matplotlib."""
+    """Return the figure as a PNG. Without matplotlib print a note, and return None."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

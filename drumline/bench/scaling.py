@@ -1,6 +1,6 @@
 """`drumline bench`: measure how a config scales over processes, hosts and strategies.
 
-What the planner predicts stands beside what was measured.
+Each measured case is printed beside what the planner predicts for it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from drumline.bench import pages
-from drumline.bench.file_names import as_name
+from drumline.bench.file_names import name_of_strategy_folder
 from drumline.bench.pages import Rows, claim, write_pages
-from drumline.bench.verify import spell
+from drumline.bench.verify import strategy_override
 from drumline.config.config import Config
 from drumline.config.load import Loaded, Request, override, reader
 from drumline.errors import DrumlineError, UserError
@@ -35,10 +35,10 @@ from drumline.system.files import remove, write_whole
 from drumline.system.signals import EXIT_TEMPFAIL
 from drumline.telemetry.events import Event, Fault, Measured, Step, read
 
-# Steps at the start that are not counted: the first are slower, and one of them is slowed down by the
-# tracker of memory and traffic.
+# Steps at the start of a run that are not counted: the first are slower, and one of them is slowed
+# down by the tracker of memory and traffic.
 WARM_UP_STEPS = 4
-# The file by which the folder of a bench is known.
+# The file that every folder of a bench has; it holds the results as JSON.
 MARK = "bench.json"
 UNKNOWN = "–"
 HEADS = ("samples/s", "tokens/s", "speed-up", "eff.", "memory", "comm.", "predicted")
@@ -56,7 +56,7 @@ TEXT_COLUMNS = ("strategy", "cluster", "best plan")
 
 
 class Spread(NamedTuple):
-    """A value with the ends of its range: a median and the extremes, or a prediction and its ends."""
+    """A value within its range: a median with the least and largest value, or a prediction."""
 
     middle: float
     low: float
@@ -64,7 +64,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
-        """Return the median, the least and the largest of values; None without any."""
+        """Return the median, the least and the largest value; None if there are no values."""
         if not values:
             return None
         return cls(statistics.median(values), min(values), max(values))
@@ -74,64 +74,63 @@ class Spread(NamedTuple):
 class BenchCase:
     """What is measured: a strategy on a number of processes."""
 
-    # As on the command line; empty: the config's own.
+    # The strategy as on the command line; empty for the config's own.
     strategy: str
-    # Processes of a host.
+    # Number of processes on each host.
     nproc: int
-    # Hosts; None: this one.
+    # Number of hosts; None for this host alone.
     nodes: int | None = None
 
     @property
     def world(self) -> int:
-        """The number of all processes."""
+        """The number of processes on all hosts together."""
         return self.nproc * (self.nodes or 1)
 
     @property
     def name(self) -> str:
-        """The name of the folders of its rounds."""
+        """The beginning of the names of its rounds' folders, such as `fsdp2-tp2-4`."""
         strategy = self.strategy or "config"
         hosts = ""
         if self.nodes:
             hosts = f"{self.nodes}x"
-        text = f"{strategy}-{hosts}{self.nproc}"
-        # A strategy of one's own is the path of a file.
-        return as_name(text.replace(" ", "-").replace("=", ""))
+        return name_of_strategy_folder(f"{strategy}-{hosts}{self.nproc}")
 
 
 @dataclass(frozen=True)
 class Round:
-    """Medians over the counted steps of one round."""
+    """What one run of a case measured: medians over its counted steps."""
 
     samples_per_s: float
     tokens_per_s: float
-    # Of a step.
+    # Seconds of a step.
     seconds: float
-    # The share of a step that ranks wait for one another; None if it was not measured.
+    # The share of a step in which ranks wait for one another; None if it was not measured.
     communication: float | None
-    # Bytes of the fullest device: what the allocator holds, on a CPU the peak of tensors.
+    # Bytes on the fullest device: those that the allocator holds, on a CPU the peak of tensors.
+    # None if memory was not measured.
     memory: int | None
 
 
 @dataclass
 class Row:
-    """The rounds of a case."""
+    """A row of the table: a case with its rounds."""
 
     case: BenchCase
     rounds: list[Round] = field(default_factory=list)
-    # The name of what the plan runs.
+    # The name of the strategy that the plan has; empty until there is a plan.
     strategy: str = ""
-    # Samples/s.
+    # Samples/s by the planner; None if it made no prediction.
     predicted: Spread | None = None
-    # Why there are no rounds, or no more of them.
+    # Why a round failed, after which no more rounds of the case are run; empty if none failed.
     reason: str = ""
 
     @property
     def name(self) -> str:
-        """The name of the strategy for readers."""
+        """The name of the strategy in tables."""
         return self.strategy or self.case.strategy or "config"
 
     def spread(self, name: str) -> Spread | None:
-        """Return the spread of a field of `Round` over the rounds; None if none has it."""
+        """Return the spread of a field of `Round` over the rounds; None if no round has a value."""
         values = []
         for each in self.rounds:
             value = getattr(each, name)
@@ -140,9 +139,10 @@ class Row:
         return Spread.of(values)
 
     def speed_up(self, base: Row) -> Spread | None:
-        """Return the spread of the samples/s over those of `base`.
+        """Return the spread of the ratio of this row's samples/s to those of `base`.
 
-        They are compared round by round, since what disturbed a round met both.
+        The rows are compared round by round, since other work on the machine slows down a whole
+        round.
         """
         ratios = []
         for mine, other in zip(self.rounds, base.rounds, strict=False):
@@ -152,54 +152,57 @@ class Row:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line."""
+    """The options of `drumline bench` on the command line."""
 
-    # Processes of a host, a case each.
+    # Numbers of processes on a host; each is a case.
     nproc: tuple[int, ...]
+    # Strategies as `fsdp2 tp=2`; empty for the config's own.
     strategies: tuple[str, ...] = ()
-    # Hosts, a case each.
+    # Numbers of hosts; each is a case. Empty for those of the config.
     nodes: tuple[int, ...] = ()
     # Counted steps of a round.
     steps: int = 20
     rounds: int = 3
-    # Whether the global batch grows with the processes.
+    # Whether the global batch grows with the number of processes.
     weak: bool = False
-    # Clusters to plan for.
+    # Clusters to predict for, without a measurement.
     predict: tuple[str, ...] = ()
-    # The folder to write to; None: one below runs/.
+    # The folder to write to; None for one below runs/.
     to: Path | None = None
 
 
 class DoesNotFit(DrumlineError):
-    """A case needs more memory than there is, by its plan."""
+    """The error for a case that needs more memory than there is, by its plan."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """What the runs of all cases share."""
 
-    # Returns the config under overrides.
+    # A function that loads the config with the overrides that it is given.
     read_config: Callable[[list[str]], Loaded]
+    # The config without a case's overrides.
     config: Config
-    # Of the command line.
+    # The overrides on the command line.
     overrides: list[str]
     options: Options
-    # Each strategy with its overrides.
+    # Strategy → its overrides.
     strategies: dict[str, list[str]]
-    # Overrides by the number of hosts.
+    # Number of hosts → its overrides.
     hosts: dict[int, list[str]]
+    # The folder of the bench.
     folder: Path
-    # The global batch of the case with the fewest processes.
+    # Samples of the global batch of the case with the fewest processes.
     samples: int
-    # The fewest processes of a case.
-    least: int
+    # The number of processes of that case.
+    fewest_processes: int
 
     def overrides_of(self, case: BenchCase) -> list[str]:
-        """Return the overrides of a run of a case, without its folder."""
+        """Return all overrides of a run of a case, except for that of its folder."""
         samples = self.samples
-        # Weak scaling keeps the samples of a process.
+        # Weak scaling keeps the number of samples of each process.
         if self.options.weak:
-            samples = samples * case.world // self.least
+            samples = samples * case.world // self.fewest_processes
         return [
             *self.overrides,
             *self.strategies[case.strategy],
@@ -209,12 +212,13 @@ class Settings:
 
 
 def bench(config: Path, overrides: list[str], options: Options) -> int:
-    """Measure each case once a round, in turn; print the table, and write it.
+    """Measure each case once in each round, print the table and write it; return the exit code.
 
-    The cases take turns, so that what disturbs the machine for a while meets all of them.
+    The cases take turns, so that other work that slows the machine down for a while disturbs all of
+    them.
 
-    Returns the exit code: 0, 1 if no case ran, 75 after a signal. Raises UserError for a config that
-    cannot be loaded, and for a folder that holds something else.
+    The exit code is 0, or 1 if no case ran, or 75 after a signal. Raises ConfigError for a config
+    that cannot be loaded, and EnvironmentFault for a folder that holds something else.
     """
     console = Console(highlight=False)
     read_config = reader(config)
@@ -225,17 +229,18 @@ def bench(config: Path, overrides: list[str], options: Options) -> int:
         strategies[strategy] = []
         # Without a name the config's own is measured, which needs no override.
         if strategy:
-            strategies[strategy].append(spell(strategy))
-    for given in strategies.values():
-        # A strategy that there is not is a mistake, one that does not run is a row.
-        read_config([*overrides, *given])
+            strategies[strategy].append(strategy_override(strategy))
+    for strategy_overrides in strategies.values():
+        # An unknown strategy ends the bench now. One that does not run is a row with the reason.
+        read_config([*overrides, *strategy_overrides])
     cases = _cases(options, list(strategies), list(hosts))
     folder = options.to or Path("runs") / f"{config.stem}-bench"
-    if claim(folder, MARK, "bench"):
+    is_earlier_bench = claim(folder, MARK, "bench")
+    if is_earlier_bench:
         for old in folder.glob("*-round*"):
             remove(old)
-    least = min(case.world for case in cases)
-    samples = resolve_batch(loaded.config, least).global_samples
+    fewest_processes = min(case.world for case in cases)
+    samples = resolve_batch(loaded.config, fewest_processes).global_samples
     settings = Settings(
         read_config=read_config,
         config=loaded.config,
@@ -245,19 +250,19 @@ def bench(config: Path, overrides: list[str], options: Options) -> int:
         hosts=hosts,
         folder=folder,
         samples=samples,
-        least=least,
+        fewest_processes=fewest_processes,
     )
     rows = [Row(case) for case in cases]
-    loads: list[float] = []
-    code = _measure_rounds(rows, settings, loads)
+    load_averages: list[float] = []
+    code = _measure_rounds(rows, settings, load_averages)
     predictions = []
     if code == 0:
         samples_a_device = 0.0
         if options.weak:
-            samples_a_device = samples / least
+            samples_a_device = samples / fewest_processes
         for cluster in options.predict:
             predictions.append(_predict(config, overrides, cluster, samples_a_device))
-    _show(config, rows, predictions, options, folder, loads, console)
+    _show(config, rows, predictions, options, folder, load_averages, console)
     if code:
         return EXIT_TEMPFAIL
     has_measured = any(row.rounds for row in rows)
@@ -265,17 +270,17 @@ def bench(config: Path, overrides: list[str], options: Options) -> int:
 
 
 def _host_overrides(config: Config, options: Options) -> dict[int, list[str]]:
-    """Return the overrides for each number of hosts.
+    """Return number of hosts → the overrides that choose so many.
 
-    Empty if the launcher starts ranks on this host alone. Raises UserError if such a launcher has
-    several hosts requested.
+    It is empty if the launcher starts ranks on this host alone. Raises UserError if --nodes is
+    given for such a launcher.
     """
     launcher = config.launch
     if options.nodes and not launcher.number_of_hosts:
         raise UserError(
             f"launch.kind {launcher.kind} starts ranks on this host alone",
             where="--nodes",
-            fix="set launch: {kind: ssh, hosts: […]} or slurm in the YAML, or ask the planner: --predict 2x8xh100-80g",
+            fix="set launch: {kind: ssh, hosts: […]}, slurm or ray in the YAML, or ask the planner: --predict 2x8xh100-80g",
         )
     hosts = {}
     for nodes in options.nodes or (launcher.number_of_hosts,):
@@ -294,18 +299,20 @@ def _cases(options: Options, strategies: Sequence[str], hosts: Sequence[int]) ->
     return cases
 
 
-def _measure_rounds(rows: Sequence[Row], settings: Settings, loads: list[float]) -> int:
-    """Measure all rounds into `rows`. Return 75 after a signal, else 0.
+def _measure_rounds(rows: Sequence[Row], settings: Settings, load_averages: list[float]) -> int:
+    """Measure all rounds, and add their results to `rows`. Return 75 after a signal, else 0.
 
     Args:
         rows: A row for each case.
-        settings: Of all runs.
-        loads: The load of this machine before each round is appended: other work makes it slower.
+        settings: What all runs share.
+        load_averages: The load average of this machine before each round is appended: other work
+        makes
+            the runs slower.
     """
     code = 0
     with bars(Console(stderr=True)) as on_progress:
         for number in range(1, settings.options.rounds + 1):
-            loads.append(os.getloadavg()[0])
+            load_averages.append(os.getloadavg()[0])
             for done, row in enumerate(rows):
                 on_progress(f"round {number}", done, len(rows))
                 if row.reason or code:
@@ -317,24 +324,24 @@ def _measure_rounds(rows: Sequence[Row], settings: Settings, loads: list[float])
 
 
 def _overrides_of_short_run(config: Config, case: BenchCase, samples: int, steps: int) -> list[str]:
-    """Return the overrides of a run of a few steps that leaves nothing behind.
+    """Return the overrides of a run of a few steps without exports, reports and restarts.
 
     Args:
-        config: The user's.
+        config: The user's config.
         case: What is measured.
-        samples: Of the global batch.
-        steps: That are counted.
+        samples: Samples of the global batch.
+        steps: The number of counted steps.
     """
     batch = f"global_samples: {samples}"
     micro_batch = config.batch.micro_batch
     if micro_batch:
-        # The largest that is no larger than the user's and divides the samples of a rank.
+        # The largest micro-batch up to the user's own that divides the samples of a rank.
         per_rank = max(1, samples // case.world)
         micro_batch = min(micro_batch, per_rank)
         while per_rank % micro_batch != 0:
             micro_batch -= 1
         batch += f", micro_batch: {micro_batch}"
-    # Algorithms that sample train several steps on one rollout, and end with a whole one.
+    # Algorithms with rollouts train several steps on each, and a run ends with a whole turn.
     turn = config.algorithm.steps_per_rollout
     turns = math.ceil((WARM_UP_STEPS + steps) / turn)
     return [
@@ -351,7 +358,7 @@ def _overrides_of_short_run(config: Config, case: BenchCase, samples: int, steps
 
 
 def _measure(row: Row, settings: Settings, folder: Path) -> int:
-    """Run one round of a case, which becomes a round of `row`, or its `reason`.
+    """Run one round of a case. Add it to the rounds of `row`, or set the row's `reason` if it fails.
 
     Return 75 after a signal, else 0.
     """
@@ -362,10 +369,10 @@ def _measure(row: Row, settings: Settings, folder: Path) -> int:
         _note_prediction(row, plan)
         return plan.measurement_plan()
 
-    given = [*settings.overrides_of(row.case), override("run.dir", folder)]
+    overrides = [*settings.overrides_of(row.case), override("run.dir", folder)]
     errors = io.StringIO()
     try:
-        loaded = settings.read_config(given)
+        loaded = settings.read_config(overrides)
         request = Request(loaded, loaded.config.launch.processes())
         with redirect_stderr(errors):
             _, code = launch_ranks(request, display=False, change=change_plan)
@@ -386,7 +393,7 @@ def _measure(row: Row, settings: Settings, folder: Path) -> int:
 
 
 def _note_prediction(row: Row, plan: Plan) -> None:
-    """Note the predicted samples/s of a plan in its row.
+    """Set the predicted samples/s of a row from its plan.
 
     Raise DoesNotFit for a plan that needs too much memory.
     """
@@ -403,15 +410,15 @@ def _note_prediction(row: Row, plan: Plan) -> None:
 
 
 def _samples_per_s(samples: int, estimate: Estimate) -> Spread:
-    """Return the predicted samples/s with the ends of their range. `samples`: of a step."""
+    """Return the predicted samples/s and their range. `samples`: samples of a step."""
     rate = samples / estimate.seconds.total
-    # Factors of the seconds.
+    # Factors by which the seconds of a step may differ from the estimate.
     fastest, slowest = estimate.seconds_range
     return Spread(rate, rate / slowest, rate / fastest)
 
 
 def _find_failure(events: list[Event], errors: str, folder: Path) -> str:
-    """Return why a run measured nothing: its last fault, else the last error that it printed."""
+    """Return why a run measured nothing: its last fault, or else the last error that it printed."""
     faults = [event.error for event in events if isinstance(event, Fault)]
     if faults:
         return faults[-1]
@@ -423,7 +430,7 @@ def _find_failure(events: list[Event], errors: str, folder: Path) -> str:
 
 
 def _summarise(events: list[Event]) -> Round | None:
-    """Return the medians over the counted steps of a run; None if there was none."""
+    """Return the medians over the counted steps of a run; None if no step counts."""
     steps = [event for event in events if isinstance(event, Step) and event.step > WARM_UP_STEPS]
     if not steps:
         return None
@@ -437,9 +444,9 @@ def _summarise(events: list[Event]) -> Round | None:
 
 
 def _share_of_waiting(steps: list[Step]) -> float | None:
-    """Return the share of the steps' seconds that ranks wait for one another.
+    """Return the share of the steps' seconds in which ranks wait for one another.
 
-    None if any step lacks it.
+    None if it was not measured in any one of the steps.
     """
     seconds = sum(step.seconds for step in steps)
     waited = 0.0
@@ -453,10 +460,7 @@ def _share_of_waiting(steps: list[Step]) -> float | None:
 
 
 def _bytes_of_fullest_device(events: list[Event]) -> int | None:
-    """Return the bytes of the fullest device by the last measurement.
-
-    None if memory was not measured.
-    """
+    """Return the bytes on the fullest device by the last measurement; None without a measurement."""
     last = None
     for event in events:
         if isinstance(event, Measured) and event.metrics.get("memory"):
@@ -470,19 +474,19 @@ def _bytes_of_fullest_device(events: list[Event]) -> int | None:
 class Prediction:
     """What the planner predicts for a cluster: its best plan there, or why there is none."""
 
-    # As on the command line.
+    # The cluster as on the command line.
     cluster: str
-    # That the plan uses.
+    # Number of devices that the plan uses.
     devices: int = 0
-    # Of the plan.
+    # Name of the plan.
     name: str = ""
-    # A second, with the ends of their range.
+    # Samples/s.
     samples: Spread = Spread(0.0, 0.0, 0.0)
-    # A second.
+    # Tokens/s.
     tokens: float = 0.0
     # Bytes that a device needs.
     memory: int = 0
-    # Why there is no plan.
+    # Why there is no plan; empty if there is one.
     reason: str = ""
 
 
@@ -492,28 +496,29 @@ def _predict(
     """Return what the planner predicts for a cluster.
 
     Args:
-        config: The user's.
-        overrides: Of the command line.
-        cluster: As on the command line.
-        samples_a_device: Of the global batch under weak scaling; 0 under strong scaling.
+        config: The path of the user's config.
+        overrides: The overrides on the command line.
+        cluster: The cluster as on the command line.
+        samples_a_device: Samples of the global batch for each device under weak scaling; 0 under
+            strong scaling.
     """
     from drumline.planner.public import plan
 
-    # What is set for this machine would bind the planner.
-    given = [
+    # These keys of the config are set for this machine, and would restrict the planner.
+    all_overrides = [
         *overrides,
         "strategy=auto",
         "launch=local",
         "run.device=auto",
     ]
     try:
-        found = plan(config, given, cluster=cluster)
+        found = plan(config, all_overrides, cluster=cluster)
         if samples_a_device:
-            # Only the planner knows how many devices the cluster's name means.
+            # Only the planner knows how many devices a cluster of this name has.
             world_size = found.answer.question.cluster.world_size
             samples = round(samples_a_device * world_size)
             batch = f"batch={{global_samples: {samples}}}"
-            found = plan(config, [*given, batch], cluster=cluster)
+            found = plan(config, [*all_overrides, batch], cluster=cluster)
         best = found.best
     except DrumlineError as error:
         return Prediction(cluster, reason=error.line())
@@ -530,7 +535,7 @@ def _predict(
 
 
 def _measured_table(rows: Sequence[Row]) -> Rows:
-    """Return the measured rows as cells, under their head."""
+    """Return the table of what was measured, with its head as the first row."""
     has_hosts = any(row.case.nodes for row in rows)
     processes_head = "n"
     if has_hosts:
@@ -550,7 +555,7 @@ def _measured_table(rows: Sequence[Row]) -> Rows:
 
 
 def _measured_cells(row: Row, rows: Sequence[Row]) -> list[str]:
-    """Return the cells of what was measured of a row. `rows`: all of them, for the speed-up."""
+    """Return the measured cells of a row. `rows`: all rows, among them the base of the speed-up."""
     samples = row.spread("samples_per_s")
     if samples is None:
         return [UNKNOWN] * 6
@@ -563,7 +568,7 @@ def _measured_cells(row: Row, rows: Sequence[Row]) -> list[str]:
     if base is not None:
         gain = row.speed_up(base)
     if base is not None and gain is not None:
-        # The speed-up over the one that the processes would give if they did not disturb each other.
+        # The speed-up as a share of the ideal one, in which each process is as fast as in the base.
         efficiency = gain.middle * base.case.world / row.case.world
         speed_up_cell = _describe_spread(gain)
         efficiency_cell = f"{efficiency:.0%}"
@@ -578,22 +583,22 @@ def _measured_cells(row: Row, rows: Sequence[Row]) -> list[str]:
 
 
 def _smallest_of_strategy(rows: Sequence[Row], row: Row) -> Row | None:
-    """Return the measured row of the same strategy on the fewest processes; None without one."""
+    """Return the measured row of the same strategy with the fewest processes; None if there is none."""
     same = [each for each in rows if each.case.strategy == row.case.strategy and each.rounds]
     return min(same, key=lambda each: each.case.world, default=None)
 
 
 def _figure(value: float) -> str:
-    """Return a number with three digits, or whole if it has more: 0.123, 12.3, 1,234."""
+    """Return a number with three significant digits, or as an integer from 100: 0.123, 12.3, 1,234."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"
 
 
 def _describe_spread(spread: Spread) -> str:
-    """Return a value with the ends of its range, such as `12.3 (11.8–12.9)`.
+    """Return a value with its range as text, such as `12.3 (11.8–12.9)`.
 
-    The ends are left out if they look the same.
+    The range is left out if both of its ends are written the same.
     """
     low = _figure(spread.low)
     high = _figure(spread.high)
@@ -603,7 +608,7 @@ def _describe_spread(spread: Spread) -> str:
 
 
 def _predicted_table(predictions: Sequence[Prediction]) -> Rows:
-    """Return the predictions for other clusters as cells, under their head."""
+    """Return the table of predictions for other clusters, with its head as the first row."""
     cells = [list(PREDICTED_HEADS)]
     for each in predictions:
         if each.reason:
@@ -630,19 +635,19 @@ def _show(
     predictions: list[Prediction],
     options: Options,
     folder: Path,
-    loads: list[float],
+    load_averages: list[float],
     console: Console,
 ) -> None:
-    """Print the tables with their remarks, and write them, with a figure and as JSON.
+    """Print the tables with their remarks, and write them as pages with a figure, and as JSON.
 
     Args:
-        config: The user's.
+        config: The path of the user's config.
         rows: What was measured.
-        predictions: For other clusters.
-        options: Of the command line.
-        folder: Is written to.
-        loads: Of this machine before each round.
-        console: Is printed to.
+        predictions: What is predicted for other clusters.
+        options: The options on the command line.
+        folder: The folder to write to.
+        load_averages: The load average of this machine before each round.
+        console: The console to print to.
     """
     kind = "strong scaling, one global batch"
     if options.weak:
@@ -651,19 +656,19 @@ def _show(
     tables = [("", _measured_table(rows))]
     if predictions:
         tables.append(("Predicted, not measured", _predicted_table(predictions)))
-    lines = _remarks(rows, predictions, options, loads)
+    lines = _remarks(rows, predictions, options, load_averages)
     for head, table_rows in tables:
         pages.show(console, head or title, table_rows, TEXT_COLUMNS)
     for line in lines:
         console.print(line, markup=False)
     values = asdict(options)
-    # A path is no JSON, and the file lies in it.
+    # JSON has no paths, and the file itself is in this folder.
     del values["to"]
     content = {
         "time": time.time(),
         "config": str(config),
         "options": values,
-        "load": loads,
+        "load": load_averages,
         "rows": [asdict(row) for row in rows],
         "predicted": [asdict(each) for each in predictions],
     }
@@ -675,7 +680,10 @@ def _show(
 
 
 def _remarks(
-    rows: Sequence[Row], predictions: Sequence[Prediction], options: Options, loads: Sequence[float]
+    rows: Sequence[Row],
+    predictions: Sequence[Prediction],
+    options: Options,
+    load_averages: Sequence[float],
 ) -> list[str]:
     """Return the lines below the tables: why cases did not run, and what the columns mean."""
     lines = []
@@ -683,7 +691,7 @@ def _remarks(
         if row.reason:
             lines.append(f"{row.name} on {row.case.world}: {row.reason}")
     rounds = max((len(row.rounds) for row in rows), default=0)
-    load = ", ".join(f"{each:.1f}" for each in loads)
+    load = ", ".join(f"{each:.1f}" for each in load_averages)
     lines.append(
         f"Medians over rounds ({rounds}) of {options.steps} steps, each case once a round"
         " (least–most); speed-up and eff. against the same strategy on the fewest processes, round by round; comm.: share of a step that"
@@ -698,7 +706,7 @@ def _remarks(
 
 
 def _draw(figure: Any, rows: Sequence[Row], title: str) -> None:
-    """Draw the speed-up over processes, a line a strategy with the ends of the rounds, and the ideal."""
+    """Draw speed-up against processes: a line with its range for each strategy, and the ideal line."""
     axes = figure.subplots()
     measured = [row for row in rows if row.rounds]
     for strategy in dict.fromkeys(row.case.strategy for row in measured):
@@ -716,7 +724,7 @@ def _draw(figure: Any, rows: Sequence[Row], title: str) -> None:
 
 
 def _draw_strategy(axes: Any, rows: Sequence[Row]) -> None:
-    """Draw the line of a strategy's rows, of which the first is on the fewest processes."""
+    """Draw the line of one strategy. `rows`: its rows, that with the fewest processes first."""
     worlds = []
     speed_ups = []
     below = []

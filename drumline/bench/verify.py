@@ -1,6 +1,6 @@
-"""`drumline verify`: a few steps of the user's own work on one process and under each strategy.
+"""`drumline verify`: train a few steps on one process and under each strategy, and compare the numbers.
 
-It shows how far the numbers lie apart: losses, gradient norms, and every tensor of the last checkpoints.
+Losses, gradient norms and every tensor of the last checkpoints are compared.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from drumline.bench.file_names import name_of_strategy_folder
 from drumline.config.config import Config
 from drumline.config.load import Loaded, Overrides, override, overrides_of, reader
 from drumline.config.registry import kinds
@@ -34,34 +35,37 @@ from drumline.plan.plan import Plan
 from drumline.report.bars import OnProgress, stderr_bars
 from drumline.telemetry import events
 
-# Strategies that are compared by default with four processes or more, besides those whose section has
-# `compared`.
+# Combinations that are compared by default with four processes or more, besides the strategies
+# whose StrategySpec has `compared`.
 MIXES = ("ddp tp=2", "fsdp2 tp=2", "ddp pp=2", "fsdp2 cp=2")
 REFERENCE = "one process"
-# Loads the user's config, with overrides over it.
+# A function that loads the user's config with the overrides that it is given.
 Read = Callable[[list[str]], Loaded]
-# Endings of the names of a model's options for dropout.
+# Names of a model's options for dropout end with one of these.
 DROPOUT = ("dropout", "pdrop", "dropout_prob", "_drop")
-# The most entries of tensors that are read at once.
+# The most entries of tensors that are read from a checkpoint at once.
 PORTION = 64 * 2**20
-# A relative difference is to a norm of at least this, since a tensor may be all zeros.
+# Relative differences are divided by at least these: a tensor may be all zeros, and so may a
+# gradient.
 SMALLEST_NORM = 1e-12
 SMALLEST_GRAD_NORM = 1e-30
-# A relative difference of losses is to a loss of at least this. The loss of a policy is a mean of
-# advantages, which cancel at the first step, so that only rounding is left.
+# Differences of losses are divided by at least this. The loss of a policy is a mean of advantages,
+# which cancel at the first step, so that only rounding is left.
 SMALLEST_LOSS = 0.1
-# A weight whose gradient has at most this share of the norm has nothing but rounding for a gradient.
+# A weight whose gradient has at most this share of the gradient's norm is taken to have a true
+# gradient of 0. Should it be a small gradient after all, no harm is done: its difference is
+# weighted by the share, and to first order that is what it can change of the loss.
 ROUNDING = 1e-5
-# The ending of the names of second moments.
+# The ending of the names of Adam's second moments.
 SECOND = ".exp_avg_sq"
 # The largest relative difference that counts as the same by default; runs are fp32.
 TOLERANCE = 1e-5
-# A strategy may be apart by so many times what another cut of the batch does. Such a cut changes the
-# order of sums in one place; a strategy changes it in a few (its ranks, its collectives, its parts of
-# a product).
+# A strategy may differ by this many times the difference between two micro-batches on one process.
+# Another micro-batch changes the order of sums in one place; a strategy changes it in a few
+# (between ranks, in collectives, within a product that is split).
 ROUNDING_FACTOR = 4
-# The largest difference that may count as rounding, as a share of what one sample does to the gradient.
-# Beyond it a sample that is lost or counted twice could not be told from rounding.
+# The largest difference that may count as rounding, as a share of what one sample does to the
+# gradient. Beyond it a sample that is lost or counted twice could not be told from rounding.
 LARGEST_ROUNDING = 0.1
 
 
@@ -69,17 +73,28 @@ LARGEST_ROUNDING = 0.1
 class Outcome:
     """The comparison of one strategy with one process, or why there is none."""
 
+    # The strategy, as `fsdp2 tp=2`.
     name: str
-    # None if it was refused before it started.
+    # The number of its ranks; None if it was refused before it started.
     ranks: int | None
-    # Its difference from one process; None if it was refused or failed, as `note` says.
+    # Its difference from one process; None if it was refused or failed.
     apart: Difference | None
+    # Why there is no difference: it begins with `refused` or `failed`.
     note: str = ""
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank failed after the start, or the last checkpoint cannot be compared."""
+        return self.apart is None and self.ranks is not None
+
     def within(self, tolerance: float) -> bool:
-        """Return whether it trains what one process trains, or was refused before it started."""
+        """Return whether nothing speaks against the strategy.
+
+        It trained the numbers of one process up to `tolerance` (the largest relative difference),
+        or it was refused before it started.
+        """
         if self.apart is None:
-            return not self.note.startswith("failed")
+            return not self.has_failed
         return self.apart.largest <= tolerance
 
 
@@ -94,18 +109,19 @@ def verify(
 ) -> int:
     """Compare strategies with one process, print a table, and return the exit code.
 
-    It is 0 if every strategy that runs stays within `tolerance`, and 1 if one does not, or fails. All
-    runs are in fp32 without TF32, have the same global batch, and have no dropout, which each rank
-    would draw by itself.
+    The exit code is 0 if every strategy that runs stays within `tolerance`, and 1 if one differs by
+    more, or fails. All runs are in fp32 without TF32, have the same global batch, and have no
+    dropout, for which each rank would draw other random numbers.
 
     Args:
         config_path: The user's config.
-        overrides: As on the command line.
-        wanted: Strategies, as `fsdp2 tp=2`; empty: all usual ones.
-        steps: Of each run.
+        overrides: `key=value`, as on the command line.
+        wanted: Strategies, as `fsdp2 tp=2`; empty for all usual ones.
+        steps: Optimizer steps of each run.
         nproc: Ranks of each strategy.
-        tolerance: The largest relative difference; None: see `compare`.
-        keep: A new folder for the runs; None: a temporary one.
+        tolerance: The largest relative difference that counts as the same; None for that of
+        `compare`.
+        keep: A new folder for the runs; None for a temporary one.
 
     Raises ConfigError and its variants if the config itself cannot be trained on one process.
     """
@@ -124,18 +140,18 @@ def verify(
 
 @dataclass(frozen=True)
 class Comparison:
-    """Each strategy against one process. A strategy that was refused says why in its `note`."""
+    """The results of `drumline verify`: an outcome for each strategy."""
 
     outcomes: tuple[Outcome, ...]
     # The largest relative difference that counts as the same.
     tolerance: float
-    # How far one process lies from itself with the batch cut in another way; None if no strategy was
-    # beyond TOLERANCE, or a tolerance was given.
+    # The relative difference between two runs on one process with different micro-batches; None if
+    # it was not measured: no strategy was beyond TOLERANCE, or the caller gave a tolerance.
     rounding: float | None = None
 
     @property
     def same(self) -> bool:
-        """Whether some strategy ran, and all that ran stay within the tolerance."""
+        """Whether at least one strategy ran, and all that ran stay within the tolerance."""
         if not any(outcome.apart for outcome in self.outcomes):
             return False
         return all(outcome.within(self.tolerance) for outcome in self.outcomes)
@@ -153,28 +169,27 @@ def compare(
     keep: str | Path | None = None,
     display: bool = False,
 ) -> Comparison:
-    """Train under each strategy and on one process, and return how far the numbers lie apart.
+    """Train under each strategy and on one process, and return how much the numbers differ.
 
-    Without a `tolerance` it is 1e-5, or four times the distance between two runs of one process that
-    cut the same batch in two ways, if that is more: training itself may magnify rounding. Such a
-    distance counts up to a tenth of a sample's share of the batch. The second run is made only if a
-    strategy lies beyond 1e-5.
+    The default of `tolerance` is 1e-5. If a strategy differs by more, one process trains once more
+    with another micro-batch, since training itself may magnify rounding. Then the tolerance is four
+    times the difference of these two runs, but at most a tenth of one sample's share of the batch.
 
     Args:
         config: A path or the keys themselves.
         overrides: Dotted key → value, or `key=value` as on the command line.
         strategies: As `fsdp2` or `ddp tp=2`; all usual ones by default.
-        steps: Of each run.
+        steps: Optimizer steps of each run.
         nproc: Ranks of each strategy.
         tolerance: The largest relative difference that counts as the same.
-        keep: A new folder for the runs; None: a temporary one.
+        keep: A new folder for the runs; None for a temporary one.
         display: Show progress.
     """
     read = reader(config)
     changes = overrides_of(overrides)
     wanted = list(strategies) or _usual_strategies(nproc)
     # A name that is no strategy fails before the first run.
-    spelled = {name: spell(name) for name in wanted}
+    override_by_name = {name: strategy_override(name) for name in wanted}
     folder = None
     if keep is not None:
         folder = Path(keep)
@@ -185,7 +200,9 @@ def compare(
         plan = _train(reference, REFERENCE, on_progress)
         found = []
         for name in wanted:
-            outcome = _compare_strategy(read, common, name, spelled[name], nproc, root, on_progress)
+            outcome = _compare_strategy(
+                read, common, name, override_by_name[name], nproc, root, on_progress
+            )
             found.append(outcome)
         outcomes = tuple(found)
         if tolerance is not None:
@@ -194,11 +211,11 @@ def compare(
         for outcome in outcomes:
             if outcome.apart is not None and outcome.apart.largest > TOLERANCE:
                 is_beyond = True
-        other_cut = _other_micro_batch(plan)
-        if not is_beyond or other_cut is None:
+        other_micro_batch = _other_micro_batch(plan)
+        if not is_beyond or other_micro_batch is None:
             return Comparison(outcomes, TOLERANCE)
-        again = [f"batch.micro_batch={other_cut}", *_one_process(root / "rounding")]
-        rounding = _measure_rounding(read([*common, *again]), root, on_progress)
+        changed = [f"batch.micro_batch={other_micro_batch}", *_one_process(root / "rounding")]
+        rounding = _measure_rounding(read([*common, *changed]), root, on_progress)
         if rounding is None:
             return Comparison(outcomes, TOLERANCE)
         share_of_sample = LARGEST_ROUNDING / plan.batch.global_samples
@@ -207,7 +224,7 @@ def compare(
 
 
 def _usual_strategies(nproc: int) -> list[str]:
-    """Return the strategies that are compared by default."""
+    """Return the strategies that are compared by default on `nproc` ranks."""
     strategies = [kind for kind, spec in kinds(StrategyConfig).items() if spec.compared]
     if nproc >= 4:
         strategies += MIXES
@@ -219,21 +236,21 @@ def _one_process(run_dir: Path) -> list[str]:
     return ["strategy=single", "launch.nproc=1", override("run.dir", run_dir)]
 
 
-def _measure_rounding(again: Loaded, root: Path, on_progress: OnProgress) -> float | None:
-    """Return how far one process lies from itself with its batch cut in another way.
+def _measure_rounding(changed: Loaded, root: Path, on_progress: OnProgress) -> float | None:
+    """Return the relative difference between two runs on one process with different micro-batches.
 
-    None if that is not rounding: the first losses already differ, as with batch norm, whose
-    statistics are of one micro-batch; or if it does not run.
+    None if the second run fails, or if the difference is not rounding: the losses of the first step
+    already differ. Batch norm is an example, since its statistics are of one micro-batch.
 
     Args:
-        again: The work of the reference with another micro-batch.
+        changed: The config of the reference with another micro-batch.
         root: The folder of all runs.
         on_progress: Is called while it runs.
     """
     run_dir = root / "rounding"
     reference = root / "reference"
     try:
-        _train(again, f"{REFERENCE}, cut in another way", on_progress)
+        _train(changed, f"{REFERENCE}, cut in another way", on_progress)
     except (DrumlineError, WorkerFailed):
         return None
     first_losses = []
@@ -247,9 +264,9 @@ def _measure_rounding(again: Loaded, root: Path, on_progress: OnProgress) -> flo
 
 
 def _other_micro_batch(plan: Plan) -> int | None:
-    """Return another micro-batch that the global batch can be cut into; None if there is none.
+    """Return another micro-batch that divides the global batch; None if there is none.
 
-    It is the next smaller one, which needs less memory, else the next larger one.
+    It is the next smaller size, which needs less memory, or else the next larger one.
     """
     samples = plan.batch.global_samples
     micro_batch = plan.batch.micro_batch
@@ -264,7 +281,7 @@ def _other_micro_batch(plan: Plan) -> int | None:
 
 
 def _print(console: Console, comparison: Comparison, steps: int) -> int:
-    """Print the table and what lies beyond the tolerance. Returns the exit code.
+    """Print the table and which strategies differ by more than the tolerance. Return the exit code.
 
     Raises UserError if no strategy could be compared.
     """
@@ -294,7 +311,7 @@ def _print(console: Console, comparison: Comparison, steps: int) -> int:
 
 
 def _table(comparison: Comparison, steps: int) -> Table:
-    """Return a row for each strategy."""
+    """Return the table that `drumline verify` prints, with a row for each strategy."""
     tolerance = comparison.tolerance
     title = (
         f"{steps} steps against one process: largest relative difference, at most {tolerance:.2g}"
@@ -305,24 +322,23 @@ def _table(comparison: Comparison, steps: int) -> Table:
         table.add_column(column, justify="right")
     table.add_column("", justify="left")
     for outcome in comparison.outcomes:
-        apart = outcome.apart
-        if apart is None:
-            # The first word of the note: refused or failed.
-            verdict = outcome.note.partition(":")[0].split()[0]
+        result = outcome.apart
+        if result is None:
+            verdict = "failed" if outcome.has_failed else "refused"
             table.add_row(outcome.name, str(outcome.ranks or ""), "", "", "", "", verdict)
             continue
         moments = ""
-        if apart.moments is not None:
-            moments = f"{apart.moments:.1e}"
+        if result.moments is not None:
+            moments = f"{result.moments:.1e}"
         verdict = "differs"
         if outcome.within(tolerance):
             verdict = "same"
         table.add_row(
             outcome.name,
             str(outcome.ranks),
-            f"{apart.loss:.1e}",
-            f"{apart.grad_norm:.1e}",
-            f"{apart.weights:.1e}",
+            f"{result.loss:.1e}",
+            f"{result.grad_norm:.1e}",
+            f"{result.weights:.1e}",
             moments,
             verdict,
         )
@@ -330,7 +346,7 @@ def _table(comparison: Comparison, steps: int) -> Table:
 
 
 def _print_noise(console: Console, outcomes: Sequence[Outcome]) -> None:
-    """Print which weights have nothing but rounding for a gradient, if there are any."""
+    """Print which weights have a true gradient of 0 (see `Difference.noise`), if there are any."""
     names: set[str] = set()
     for outcome in outcomes:
         if outcome.apart is not None:
@@ -348,7 +364,7 @@ def _print_noise(console: Console, outcomes: Sequence[Outcome]) -> None:
 
 
 def _print_rounding(console: Console, rounding: float, tolerance: float) -> None:
-    """Print what rounding alone does to one process."""
+    """Print the relative difference that rounding alone makes on one process."""
     line = (
         f"rounding alone moves one process by {rounding:.1e} when its batch is cut in another"
         f" way; up to {tolerance:.1e} is the same"
@@ -358,7 +374,7 @@ def _print_rounding(console: Console, rounding: float, tolerance: float) -> None
     console.print(line, highlight=False, soft_wrap=True)
 
 
-def spell(name: str) -> str:
+def strategy_override(name: str) -> str:
     """Return the override of a strategy: `fsdp2 tp=2` → `strategy={kind: fsdp2, tp: 2}`.
 
     Raises UserError if an option has no =.
@@ -385,7 +401,7 @@ def _shared_overrides(config: Config, nproc: int, steps: int, on_progress: OnPro
     Args:
         config: The user's config.
         nproc: Ranks of each strategy.
-        steps: Of each run.
+        steps: Optimizer steps of each run.
         on_progress: Is called while the model's config is downloaded.
     """
     samples = resolve_batch(config, nproc).global_samples
@@ -408,9 +424,9 @@ def _shared_overrides(config: Config, nproc: int, steps: int, on_progress: OnPro
 
 
 def _common_micro_batch(config: Config, per_rank: int) -> int:
-    """Return a micro-batch that every strategy can have. `per_rank`: samples of a rank in a step.
+    """Return the largest micro-batch that divides `per_rank`, the samples of a rank in a step.
 
-    It is at most the user's own, and small enough for a pipeline to have work for all stages.
+    It is at most the user's own micro-batch.
     """
     most = min(config.batch.micro_batch or per_rank, per_rank)
     divisors = [size for size in range(1, most + 1) if per_rank % size == 0]
@@ -418,9 +434,10 @@ def _common_micro_batch(config: Config, per_rank: int) -> int:
 
 
 def _dropouts(config: Config, on_progress: OnProgress) -> list[str]:
-    """Return the keys below `model` that set a dropout.
+    """Return the dotted keys below `model` that set a dropout above 0, such as `config.attn_pdrop`.
 
-    Of a module of the user's own they are the arguments that are named like one.
+    A module of the user's own has its arguments in `model.options`, and those whose names end like
+    one of DROPOUT count.
     """
     if config.has_own_module:
         section = "options"
@@ -444,7 +461,7 @@ def _compare_strategy(
     read: Read,
     common: list[str],
     name: str,
-    spelled: str,
+    override_of_strategy: str,
     nproc: int,
     root: Path,
     on_progress: OnProgress,
@@ -455,28 +472,32 @@ def _compare_strategy(
         read: Loads the user's config, with overrides over it.
         common: The overrides of all runs.
         name: The strategy, as `fsdp2 tp=2`.
-        spelled: The override that chooses it.
+        override_of_strategy: The override that chooses it.
         nproc: Its ranks.
         root: The folder of all runs.
         on_progress: Is called while it runs.
     """
-    run_dir = root / name.replace(" ", "-").replace("=", "")
-    own = [spelled, f"launch.nproc={nproc}", override("run.dir", run_dir)]
+    run_dir = root / name_of_strategy_folder(name)
+    own = [override_of_strategy, f"launch.nproc={nproc}", override("run.dir", run_dir)]
     try:
         plan = _train(read([*common, *own]), name, on_progress)
-        apart = difference(run_dir, root / "reference")
     except WorkerFailed as failure:
         return Outcome(name, nproc, None, f"failed: {failure.what}")
     except DrumlineError as refusal:
         return Outcome(name, None, None, f"refused: {refusal.line()}")
-    return Outcome(name, plan.mesh.world_size, apart)
+    ranks = plan.mesh.world_size
+    try:
+        found = difference(run_dir, root / "reference")
+    except CheckpointError as error:
+        return Outcome(name, ranks, None, f"failed: {error.line()}")
+    return Outcome(name, ranks, found)
 
 
 def _train(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
-    """Train to the end, and return the plan.
+    """Train a run to its end, and return its plan.
 
-    Raises WorkerFailed if a rank of a strategy failed, DrumlineError for one of the reference: then
-    there is nothing to compare with.
+    Raises WorkerFailed if a rank of a strategy failed, and DrumlineError if the reference failed:
+    then there is nothing to compare with.
     """
     from drumline.launch.local import launch_trial
     from drumline.train.setup import Request, claim_run_dir, make_plan
@@ -512,50 +533,64 @@ def _open_folder(keep: Path | None) -> contextlib.AbstractContextManager[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest relative differences of two runs.
+    """The largest relative differences between two runs, `a` and its reference `b`.
 
-    Of metrics: |a − b| / |b| of a step. Of tensors: ‖a − b‖ / ‖b‖ (L2 norms, in fp64) of one tensor.
-    `moments` None: the optimizer has none. `worst`: the name of the tensor with the largest distance.
+    That of a metric is the largest |a − b| / |b| of a step. That of tensors is the largest ‖a − b‖
+    / ‖b‖ (L2 norms, in fp64) of a tensor.
 
-    `noise`: weights whose true gradient is 0, such as the biases of attention's keys, which cancel in
-    softmax. Adam makes full steps of their rounding, which differ with the strategy and change no output.
-    So the distance of such weights is multiplied by their share of the gradient, and that of their moments
-    is relative to the norm of all moments. Such entries of a vector (GPT-2 has one bias of queries, keys
-    and values) are left out.
+    Some weights have a true gradient of 0, such as the biases of attention's keys, which cancel in
+    softmax. Their computed gradient is rounding. Adam makes full steps of it, which differ with the
+    strategy and change no output. `noise` names these weights, and they are compared in other ways:
+
+    - If a whole tensor is such a weight, its difference is multiplied by its share of the
+    gradient's
+      norm, and the difference of its moments is divided by the norm of all moments (`_distances`).
+    - If only some entries of a vector are (GPT-2 has one bias for queries, keys and values), these
+      entries are left out of the weight and of its moments (`_mask_of_rounding`).
     """
 
     loss: float
     grad_norm: float
     weights: float
+    # None if the optimizer has no moments.
     moments: float | None
+    # The name of the tensor with the largest difference.
     worst: str
+    # Names of the weights that have a true gradient of 0, as a whole or in some entries.
     noise: tuple[str, ...] = ()
 
     @property
     def largest(self) -> float:
-        """The number that a tolerance is compared with.
+        """The number that is compared with a tolerance.
 
-        Moments count half: among them are averages of squares, and if a gradient differs by 1e-5 of itself,
-        its square does by 2e-5.
+        The difference of moments is halved: among them are averages of squares, and if a gradient
+        differs by a share of 1e-5, its square differs by 2e-5.
         """
         return max(self.loss, self.grad_norm, self.weights, (self.moments or 0.0) / 2)
 
 
 class TensorDifference(NamedTuple):
-    """A tensor of two checkpoints: `apart` ‖a − b‖, `norm` ‖b‖, `total` Σ|b|."""
+    """The difference of a tensor `a` of one checkpoint from `b` of the reference, by its name."""
 
     name: str
-    apart: float
+    # ‖a − b‖
+    distance: float
+    # ‖b‖
     norm: float
+    # Σ|b|
     total: float
 
 
 def difference(run: Path, reference: Path) -> Difference:
-    """Return the difference of two finished runs of the same work.
+    """Return the difference between two finished runs of the same config.
 
-    It reads checkpoints in portions: two models need not fit into memory.
+    Checkpoints are read in portions, since two models need not fit into memory.
 
-    Raises CheckpointError if one has no whole checkpoint, or another set of tensors.
+    Args:
+        run: The run folder of a strategy.
+        reference: The run folder of one process.
+
+    Raises CheckpointError if a run has no whole checkpoint, or if one has other tensors.
     """
     own_events = events.read(run / "events.jsonl")
     expected_events = events.read(reference / "events.jsonl")
@@ -569,16 +604,16 @@ def difference(run: Path, reference: Path) -> Difference:
         events.series(expected_events, "grad_norm"),
         SMALLEST_GRAD_NORM,
     )
-    partly: list[str] = []
-    tensors = list(_tensors(run, reference, partly))
+    masked_vectors: list[str] = []
+    tensors = list(_tensors(run, reference, masked_vectors))
     by_tensor, noise = _distances(tensors)
     weights = []
     moments = []
-    for name, distance in by_tensor.items():
+    for name, relative_difference in by_tensor.items():
         if _is_in(name, "model."):
-            weights.append(distance)
+            weights.append(relative_difference)
         elif _is_in(name, "optim."):
-            moments.append(distance)
+            moments.append(relative_difference)
     largest_of_moments = None
     if moments:
         largest_of_moments = max(moments)
@@ -588,47 +623,51 @@ def difference(run: Path, reference: Path) -> Difference:
         weights=max(weights),
         moments=largest_of_moments,
         worst=max(by_tensor, key=lambda name: by_tensor[name]),
-        noise=tuple(sorted({*noise, *partly})),
+        noise=tuple(sorted({*noise, *masked_vectors})),
     )
 
 
 def _is_in(name: str, section: str) -> bool:
-    """Return whether a tensor is in a section, of the policy or of another model (value/model.…)."""
+    """Return whether the name of a tensor is in a section of a checkpoint: `model.` or `optim.`.
+
+    The names of a trained model beside the policy begin with its role: `value/model.…`.
+    """
     return name.rpartition("/")[2].startswith(section)
 
 
 def _distances(
     tensors: list[TensorDifference],
 ) -> tuple[dict[str, float], tuple[str, ...]]:
-    """Return the relative difference of each tensor, and the weights whose gradient is noise.
+    """Return the relative difference of each tensor, and the weights whose gradient is rounding.
 
-    `Difference.noise` says what that is, and how the distance of such tensors is measured.
+    `Difference` says how such weights and their moments are compared.
     """
     noise = _find_noise(tensors)
-    # Of all tensors of one moment together: the slot is the end of a tensor's name, as `exp_avg`.
+    # The norm of all tensors of one moment together. The slot ends a tensor's name, such as
+    # `exp_avg`.
     norm_of_slot: dict[str, float] = {}
     for tensor in tensors:
         slot = tensor.name.rpartition(".")[2]
         norm_of_slot[slot] = math.hypot(norm_of_slot.get(slot, 0.0), tensor.norm)
-    distances = {}
-    for name, apart, norm, _ in tensors:
+    relative_differences = {}
+    for name, distance, norm, _ in tensors:
         # A moment is named after its weight: optim.WEIGHT.SLOT and model.WEIGHT.
         weight, _, slot = name.replace("optim.", "model.", 1).rpartition(".")
         if name in noise:
-            distance = apart * noise[name]
+            relative_difference = distance * noise[name]
         elif _is_in(name, "optim.") and weight in noise:
-            distance = apart / max(norm_of_slot[slot], SMALLEST_NORM)
+            relative_difference = distance / max(norm_of_slot[slot], SMALLEST_NORM)
         else:
-            distance = apart / max(norm, SMALLEST_NORM)
-        distances[name] = _nan_to_inf(distance)
-    return distances, tuple(sorted(noise))
+            relative_difference = distance / max(norm, SMALLEST_NORM)
+        relative_differences[name] = _nan_to_inf(relative_difference)
+    return relative_differences, tuple(sorted(noise))
 
 
 def _find_noise(tensors: list[TensorDifference]) -> dict[str, float]:
-    """Return the weights whose gradient is rounding alone, each with its share of the gradient's norm.
+    """Return weight → its share of the gradient's norm, for the weights whose gradient is rounding.
 
-    The share is known by Adam's second moments, which are averages of the gradient's squares. Under
-    an optimizer without them the result is empty.
+    The share is the root of the weight's share of all second moments of Adam, which are averages of
+    the gradient's squares. Under an optimizer without second moments the result is empty.
     """
     squares = {}
     for tensor in tensors:
@@ -646,21 +685,21 @@ def _find_noise(tensors: list[TensorDifference]) -> dict[str, float]:
 
 
 def _nan_to_inf(value: float) -> float:
-    """Return infinity for NaN, which `max` would pass over, and any other value as it is."""
+    """Return infinity for NaN, which `max` would ignore, and any other value as it is."""
     if math.isnan(value):
         return float("inf")
     return value
 
 
 def _largest_difference(mine: dict[int, float], reference: dict[int, float], floor: float) -> float:
-    """Return the largest relative difference of a step.
+    """Return the largest relative difference of a metric over all steps.
 
-    It is infinite if a step is missing on one side, or a number is not finite.
+    It is infinite if a step is missing on one side, or if a number is not finite.
 
     Args:
         mine: Step → value.
-        reference: Step → value, which the difference is relative to.
-        floor: A smaller reference counts as this one.
+        reference: Step → value of one process. The difference is divided by it.
+        floor: The least number to divide by.
     """
     if mine.keys() != reference.keys() or not mine:
         return float("inf")
@@ -671,19 +710,19 @@ def _largest_difference(mine: dict[int, float], reference: dict[int, float], flo
     differences = []
     for step, value in reference.items():
         scale = max(abs(value), floor)
-        apart = abs(mine[step] - value) / scale
-        differences.append(_nan_to_inf(apart))
+        relative_difference = abs(mine[step] - value) / scale
+        differences.append(_nan_to_inf(relative_difference))
     return max(differences)
 
 
-def _tensors(run: Path, reference: Path, partly: list[str]) -> Iterator[TensorDifference]:
+def _tensors(run: Path, reference: Path, masked_vectors: list[str]) -> Iterator[TensorDifference]:
     """Yield the difference of each tensor of the newest checkpoints.
 
     Args:
         run: The run folder of a strategy.
         reference: The run folder of one process.
-        partly: Gets the names of vectors with entries whose gradient is rounding; these entries
-            count as 0.
+        masked_vectors: The names of vectors with entries whose gradient is rounding are appended.
+            These entries count as 0.
 
     Raises CheckpointError if one of the checkpoints lacks a tensor.
     """
@@ -693,13 +732,12 @@ def _tensors(run: Path, reference: Path, partly: list[str]) -> Iterator[TensorDi
     expected_path = _newest_checkpoint(reference)
     own_tensors = check(own_path, verify=False, collective=False).tensors
     expected_tensors = check(expected_path, verify=False, collective=False).tensors
-    # What a strategy keeps for itself (DiLoCo's outer momentum) has no match in one process.
-    own_names = {name for name in own_tensors if name.startswith(("model.", "optim."))}
-    expected_names = {name for name in expected_tensors if name.startswith(("model.", "optim."))}
+    own_names = _names_of_weights_and_moments(own_tensors)
+    expected_names = _names_of_weights_and_moments(expected_tensors)
     if own_names != expected_names:
-        apart = sorted(own_names ^ expected_names)
+        missing = sorted(own_names ^ expected_names)
         raise CheckpointError(
-            f"one of the checkpoints lacks {apart[0]} ({len(apart)} such)", where=str(run)
+            f"one of the checkpoints lacks {missing[0]} ({len(missing)} such)", where=str(run)
         )
     shapes = {name: expected_tensors[name].shape for name in sorted(own_names)}
     for names in _portions(shapes):
@@ -709,10 +747,18 @@ def _tensors(run: Path, reference: Path, partly: list[str]) -> Iterator[TensorDi
         masks = _masks_of_rounding(expected)
         for weight, mask in masks.items():
             if mask.any():
-                partly.append(weight)
+                masked_vectors.append(weight)
         for name in names:
             mask = masks.get(_weight(name))
             yield _compare_tensors(name, own[name], expected[name], mask)
+
+
+def _names_of_weights_and_moments(names: Iterable[str]) -> set[str]:
+    """Return those names of a checkpoint's tensors that are of weights or of an optimizer's moments.
+
+    What a strategy keeps for itself, such as DiLoCo's outer momentum, has no match in one process.
+    """
+    return {name for name in names if _is_in(name, "model.") or _is_in(name, "optim.")}
 
 
 def _newest_checkpoint(run: Path) -> Path:
@@ -726,7 +772,7 @@ def _newest_checkpoint(run: Path) -> Path:
 
 
 def _read_tensors(path: Path, entries: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """Return some tensors of a checkpoint. `entries`: the shapes and types of all."""
+    """Return the tensors of a checkpoint with these names. `entries`: shapes and types by name."""
     import torch
 
     from drumline.checkpoint.load import load
@@ -740,11 +786,11 @@ def _read_tensors(path: Path, entries: Mapping[str, Any], names: list[str]) -> d
 
 
 def _masks_of_rounding(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return for each vector with second moments which of its entries are rounding (`_rounded`)."""
+    """Return weight → mask, for each vector with second moments (see `_mask_of_rounding`)."""
     masks = {}
     for name, tensor in tensors.items():
         if name.endswith(SECOND) and tensor.ndim == 1:
-            masks[_weight(name)] = _rounded(tensor)
+            masks[_weight(name)] = _mask_of_rounding(tensor)
     return masks
 
 
@@ -752,10 +798,10 @@ def _compare_tensors(name: str, own: Any, expected: Any, mask: Any) -> TensorDif
     """Return the difference of two tensors, computed in fp64.
 
     Args:
-        name: Of the tensor.
+        name: The tensor's name.
         own: A strategy's tensor.
-        expected: That of one process.
-        mask: Of entries that count as 0; None: there are none.
+        expected: The tensor of one process, of the same shape.
+        mask: True for entries that count as 0; None for no such entries.
     """
     import torch
 
@@ -764,32 +810,36 @@ def _compare_tensors(name: str, own: Any, expected: Any, mask: Any) -> TensorDif
     if mask is not None and mask.shape == own.shape:
         own = own.masked_fill(mask, 0.0)
         expected = expected.masked_fill(mask, 0.0)
-    apart = torch.linalg.vector_norm(own - expected)
+    distance = torch.linalg.vector_norm(own - expected)
     norm = torch.linalg.vector_norm(expected)
     total = expected.abs().sum()
-    return TensorDifference(name, float(apart), float(norm), float(total))
+    return TensorDifference(name, float(distance), float(norm), float(total))
 
 
 def _weight(name: str) -> str:
-    """Return the weight that a tensor is, or is a moment of."""
+    """Return the name of the weight that a tensor belongs to: itself, or the weight of its moment."""
     if "optim." not in name:
         return name
     return name.replace("optim.", "model.", 1).rpartition(".")[0]
 
 
-def _rounded(second: Any) -> Any:
-    """Return which entries of second moments are of rounding beside the largest of their tensor, as bool.
+def _mask_of_rounding(second: Any) -> Any:
+    """Return a mask of the entries of a vector whose gradient is rounding beside the largest entry's.
 
-    One bias of queries, keys and values has such entries.
+    Args:
+        second: The second moments of the vector, of the same shape.
     """
-    # Squared, since second moments are squares of gradients.
+    # Squared, since second moments are averages of squares of gradients.
     threshold = ROUNDING**2 * second.max()
-    # An entry of 0 has had no gradient at all, so Adam made no steps of it.
+    # An entry of 0 never had a gradient, so Adam made no steps of it.
     return (second > 0) & (second <= threshold)
 
 
 def _portions(shapes: dict[str, list[int]]) -> Iterator[list[str]]:
-    """Yield names in portions of at most PORTION entries. A weight and its moments are in one portion."""
+    """Yield the names of tensors in portions of at most PORTION entries together.
+
+    A weight and its moments are in one portion, which may be larger if they are.
+    """
     groups: dict[str, list[str]] = {}
     for name in shapes:
         groups.setdefault(_weight(name), []).append(name)

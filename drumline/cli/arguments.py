@@ -1,4 +1,8 @@
-"""Types of arguments and options that several commands share."""
+"""Parsers and types of arguments and options that several commands share.
+
+A parser checks what the user wrote, and returns it as it was written: `~` is expanded later, by
+whatever opens the path.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,11 @@ from drumline.foreign import expanded, path_mistake
 from drumline.system.output import Verbosity
 
 
-def path_of(given: str | Path) -> Path:
-    """Parse a path of the command line. typer also calls this for a default. Raises UserError."""
+def parse_path(given: str | Path) -> Path:
+    """Parse a path, which need not exist. typer also calls this for the default of an option.
+
+    Raises UserError for an empty text, and for one that no path can be.
+    """
     if not str(given):
         raise UserError(
             "an empty path given",
@@ -30,14 +37,17 @@ def path_of(given: str | Path) -> Path:
     return Path(given)
 
 
-def place_of(text: str) -> str:
-    """Parse a path or an id. Raises UserError for what can be neither."""
-    path_of(text)
-    return text
+def parse_path_or_id(given: str) -> str:
+    """Parse a path, a URL, an id of a hub or a short form such as `tasks:NAME`.
+
+    Raises UserError for an empty text, and for one that is too long for any of them.
+    """
+    parse_path(given)
+    return given
 
 
 def chosen_verbosity(verbose: bool, quiet: bool) -> Verbosity:
-    """Return how much to print. Raises UserError for both flags at once."""
+    """Return how much to print, by --verbose and --quiet. Raises UserError for both at once."""
     if verbose and quiet:
         raise UserError("it contradicts --verbose", where="--quiet", fix="leave one of the two out")
     if quiet:
@@ -55,6 +65,7 @@ def is_there(path: Path) -> bool:
     try:
         os.lstat(path)
     except PermissionError:
+        # It is an OSError, too, but it does not say that the path is missing.
         raise
     except OSError:  # no such file, no folder on the way, a loop of links
         return False
@@ -62,8 +73,11 @@ def is_there(path: Path) -> bool:
 
 
 def existing_path(given: str | Path) -> Path:
-    """Parse a path that must exist. Raises UserError with a similar path if there is one."""
-    path = path_of(given)
+    """Parse a path that must exist, and return it as it was given.
+
+    Raises UserError if it does not exist, with a similar path if there is one.
+    """
+    path = parse_path(given)
     full_path = expanded(str(path))
     if is_there(full_path):
         return path
@@ -77,18 +91,19 @@ def existing_path(given: str | Path) -> Path:
 
 
 def existing_or_url(given: str) -> str:
-    """Parse a path that must exist, or a URL."""
+    """Parse a path that must exist, or a URL. Raises UserError for a path that does not exist."""
     if not is_url(given):
         existing_path(given)
     return given
 
 
-def model_place(given: str) -> str:
-    """Parse a model's folder, which must exist, or a model's id.
+def parse_model(given: str) -> str:
+    """Parse the folder of a model, which must exist, or the id of a model.
 
-    An id has at most one slash, unless a colon names its hub, and does not begin as a path does.
+    A text is taken for an id if it has at most one slash, or a colon that ends the name of a hub,
+    and does not begin like a path. Raises UserError for a folder that does not exist.
     """
-    path_of(given)
+    parse_path(given)
     begins_as_path = given.startswith((".", "~", "/"))
     is_nested = given.count("/") > 1 and ":" not in given
     if begins_as_path or is_nested:
@@ -97,19 +112,19 @@ def model_place(given: str) -> str:
 
 
 def _keys(incomplete: str) -> list[str]:
-    """Return the keys that complete a word, for the shell."""
+    """Return the config keys that begin with a word, for completion in the shell."""
     from drumline.config.complete import keys
 
     return keys(incomplete)
 
 
-path_option = partial(typer.Option, parser=path_of)
+path_option = partial(typer.Option, parser=parse_path)
 # The override that --trust-remote-code stands for.
 TRUSTED = "model.trust_remote_code=true"
 ConfigFile = Annotated[
     Path,
     typer.Argument(
-        parser=path_of,
+        parser=parse_path,
         metavar="CONFIG.yaml",
         help="The config of the run; `drumline schema` describes its keys.",
     ),

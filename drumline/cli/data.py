@@ -1,4 +1,4 @@
-"""The commands on data."""
+"""The commands that tokenise data and show it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from drumline.cli.arguments import ConfigFile, Overrides, path_of
+from drumline.cli.arguments import ConfigFile, Overrides, path_option
 
 
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
@@ -36,7 +36,7 @@ def preview(
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option(parser=path_of, metavar="F", help="Write a page that needs no network."),
+        path_option(metavar="F", help="Write a page that needs no network."),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Show all tokens of long rows.")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from drumline.cli.arguments import ConfigFile, Overrides, path_of, path_option, place_of
+from drumline.cli.arguments import ConfigFile, Overrides, parse_path_or_id, path_option
 from drumline.cli.usage import read_list
 from drumline.errors import UserError
 
@@ -17,7 +17,7 @@ def doctor(
     place: Annotated[
         str | None,
         typer.Argument(
-            parser=place_of,
+            parser=parse_path_or_id,
             metavar="[CONFIG.yaml|RUN|LOG|-]",
             help="CONFIG.yaml: check its hosts before the run. RUN or LOG: find why a run failed.",
         ),
@@ -127,7 +127,7 @@ def bench(
     nodes: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="1,2", help="Hosts, where launch.kind is ssh, slurm or ray. Default: all."
+            metavar="1,2", help="Hosts, if launch.kind is ssh, slurm or ray. Default: all."
         ),
     ] = None,
     steps: Annotated[
@@ -146,7 +146,7 @@ def bench(
     ] = None,
     to: Annotated[
         Path | None,
-        typer.Option(parser=path_of, metavar="F", help="The folder. Default: runs/NAME-bench."),
+        path_option(metavar="FOLDER", help="The folder to write. Default: runs/NAME-bench."),
     ] = None,
 ) -> None:
     """Measure how a config scales with processes and hosts.
@@ -172,13 +172,14 @@ def bench(
 
 
 def _numbers(texts: list[str] | None, flag: str) -> tuple[int, ...]:
-    """Return the whole numbers of a comma-separated option, each once and the smallest first.
+    """Return the whole numbers of a comma-separated option, each once and in ascending order.
 
-    There are none if the option was not given. Raises UserError.
+    The result is empty if the option was not given. Raises UserError for a part that is no whole
+    number from 1 to 9,999. `flag`: the option, for the error.
     """
     parts = read_list(texts, flag, "1,2,4")
     for part in parts:
-        # Not `isdecimal`, which takes digits of other alphabets, too.
+        # `isdecimal` would also accept the digits of other scripts.
         if not re.fullmatch("0*[1-9][0-9]{0,3}", part):
             raise UserError(
                 f"{part[:40]!r} given, whole numbers from 1 to 9,999 are wanted",

@@ -1,4 +1,4 @@
-"""The group of all commands: Drumline's own, then those of installed packages."""
+"""All commands as one group of typer: Drumline's own, then those of installed packages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from drumline.cli.usage import MOST_SHOWN, UsageMistake
 from drumline.config.registry import nearest
 
 
-class Group(TyperGroup):
-    """The group of all commands; an unknown one is refused in our words."""
+class CommandGroup(TyperGroup):
+    """The group of all commands. It refuses an unknown command with an error of Drumline."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         own = super().list_commands(ctx)
@@ -26,12 +26,15 @@ class Group(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0]
-        if not ctx.resilient_parsing:  # the shell completes a line that is not finished
+        if not ctx.resilient_parsing:  # true if the shell completes an unfinished line
             self._check_name(ctx, name)
         return super().resolve_command(ctx, args)
 
     def _check_name(self, ctx: Any, name: str) -> None:
-        """Raise UsageMistake for an unknown command, ConfigError for one that is offered twice."""
+        """Raise UsageMistake for an unknown command.
+
+        Raise ConfigError for a command of Drumline itself that an installed package offers, too.
+        """
         if name in self.commands:
             plugins.refuse_own_name(name)
             return

@@ -16,8 +16,7 @@ from drumline.cli.arguments import (
     Trust,
     existing_or_url,
     existing_path,
-    model_place,
-    path_of,
+    parse_model,
     path_option,
 )
 from drumline.cli.usage import read_list
@@ -44,25 +43,25 @@ def watch(
     The runs are only read.
     """
     from drumline.launch.rank_phases import rank_phases
-    from drumline.report.watch import watch as serve
+    from drumline.report.watch import watch as run
 
-    serve(list(dict.fromkeys(runs)), host, port, rank_phases)
+    run(list(dict.fromkeys(runs)), host, port, rank_phases)
 
 
 def report(
     runs: Runs,
     out: Annotated[
         Path | None,
-        typer.Option(parser=path_of, metavar="F", help="The file. Default: RUN/report.html."),
+        path_option(metavar="F", help="The file to write. Default: RUN/report.html."),
     ] = None,
 ) -> None:
     """Write an HTML page about runs and a PNG of their curves.
 
     The page opens without a network.
     """
-    from drumline.report.page import report as write
+    from drumline.report.page import report as run
 
-    print(printable(f"wrote {write(runs, out)}"))
+    print(printable(f"wrote {run(runs, out)}"))
 
 
 def compare(
@@ -80,9 +79,9 @@ def compare(
     It prints which keys differ, which curves are better and by how much, and whether seeds can tell
     that from chance.
     """
-    from drumline.report.compare import compare as show
+    from drumline.report.compare import compare as run
 
-    show(runs)
+    run(runs)
 
 
 def evaluate(
@@ -144,20 +143,22 @@ def evaluate(
             early = stack.enter_context(_early_ranks(config, all_overrides))
         from drumline.inference import evaluate as evaluation
 
-        place = stack.enter_context(evaluation.fetch_checkpoint(checkpoint, config, all_overrides))
+        fetched = stack.enter_context(
+            evaluation.fetch_checkpoint(checkpoint, config, all_overrides)
+        )
         if tasks:
             code = evaluation.score_with_lm_eval(
-                config, all_overrides, place, tasks, limit, include_path
+                config, all_overrides, fetched, tasks, limit, include_path
             )
         elif generate:
-            code = evaluation.answer_held_out_prompts(config, all_overrides, place, generate)
+            code = evaluation.answer_held_out_prompts(config, all_overrides, fetched, generate)
         else:
-            code = evaluation.evaluate(config, all_overrides, place, early)
+            code = evaluation.evaluate(config, all_overrides, fetched, early)
         raise typer.Exit(code)
 
 
 def _early_ranks(config_path: Path, overrides: list[str]) -> EarlyRanks:
-    """Return ranks of a config that import what they need while the plan is made.
+    """Start the ranks of a config, so that they import their modules while the plan is made.
 
     The config may be a stranger's, so only an override can allow it to run code of its own.
     """
@@ -171,7 +172,7 @@ def chat(
     place: Annotated[
         str,
         typer.Argument(
-            parser=model_place,
+            parser=parse_model,
             metavar="RUN",
             help="A run folder, a Hugging Face folder, or a hub id.",
         ),

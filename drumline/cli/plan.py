@@ -1,4 +1,4 @@
-"""The commands that plan a run, and those that say what can be planned."""
+"""The commands that plan a run, and those that print what a plan may contain."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ import typer
 from drumline.cli.arguments import (
     Overrides,
     existing_path,
-    model_place,
-    path_of,
+    parse_model,
+    parse_path,
+    parse_path_or_id,
     path_option,
-    place_of,
 )
 from drumline.errors import UserError
+
+# `full` and `none` mean the same: all weights are trained.
+ADAPTER_HELP = "full, lora or qlora."
 
 
 def init(
     config: Annotated[
         Path,
         typer.Argument(
-            parser=path_of,
+            parser=parse_path,
             metavar="[NEW.yaml]",
             help="The file to write; an existing file is never overwritten.",
         ),
@@ -30,7 +33,7 @@ def init(
     model: Annotated[
         str | None,
         typer.Option(
-            parser=model_place, help="A name such as llama-3.1-8b, a folder, or a hub id."
+            parser=parse_model, help="A name such as llama-3.1-8b, a folder, or a hub id."
         ),
     ] = None,
     algorithm: Annotated[
@@ -40,13 +43,14 @@ def init(
     data: Annotated[
         str | None,
         typer.Option(
-            parser=place_of, help="A file, a folder, hub:OWNER/NAME, tasks:NAME,NAME or digits."
+            parser=parse_path_or_id,
+            help="A file, a folder, hub:OWNER/NAME, tasks:NAME,NAME or digits.",
         ),
     ] = None,
     cluster: Annotated[
         str | None, typer.Option(metavar="SPEC", help="here, 4x4090, 8xh100-80g, 4x8xa100-80g.")
     ] = None,
-    adapter: Annotated[str | None, typer.Option(help="full, lora or qlora.")] = None,
+    adapter: Annotated[str | None, typer.Option(help=ADAPTER_HELP)] = None,
     length: Annotated[
         int | None, typer.Option(min=2, help="Maximum tokens per training row.")
     ] = None,
@@ -80,13 +84,13 @@ def init(
 def plan(
     config: Annotated[
         Path | None,
-        typer.Argument(parser=path_of, metavar="[CONFIG.yaml]", help="Or use the flags below."),
+        typer.Argument(parser=parse_path, metavar="[CONFIG.yaml]", help="Or use the flags below."),
     ] = None,
     overrides: Overrides = None,
     model: Annotated[
         str | None,
         typer.Option(
-            parser=model_place, help="A name such as llama-3.1-8b, a folder, or a hub id."
+            parser=parse_model, help="A name such as llama-3.1-8b, a folder, or a hub id."
         ),
     ] = None,
     cluster: Annotated[
@@ -98,7 +102,7 @@ def plan(
     length: Annotated[
         int | None, typer.Option(min=2, help="Maximum tokens per training row.")
     ] = None,
-    adapter: Annotated[str | None, typer.Option(help="lora, qlora or none.")] = None,
+    adapter: Annotated[str | None, typer.Option(help=ADAPTER_HELP)] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Samples per optimizer step.")
     ] = None,
@@ -220,7 +224,7 @@ def plan(
         find_limit_of = "max_batch"
     trial: Trial | None = None
     if probe:
-        # The planner may not import from `train`, so the command hands the trial over.
+        # The planner may not import from `train`, so the command passes the function to it.
         from drumline.train.probe import probe as trial
     options = Options(
         config=config,

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from drumline.cli import data, diagnose, look, plan, runs, share, train, usage
-from drumline.cli.group import Group
+from drumline.cli.group import CommandGroup
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
 from drumline.foreign import first_line
 from drumline.system.output import flush_or_drop_output, lossy, say
@@ -21,10 +21,10 @@ app = typer.Typer(
     name="drumline",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    cls=Group,
+    cls=CommandGroup,
     help="One YAML and one command train a model on however many devices there are.",
 )
-# Options that torch.distributed.launch and deepspeed add to a rank's arguments.
+# Beginnings of an option that torch.distributed.launch and deepspeed add to a rank's arguments.
 LOCAL_RANK_OPTIONS = ("--local_rank=", "--local-rank=")
 
 
@@ -37,8 +37,8 @@ def _version(
         raise typer.Exit
 
 
-# The headings of `drumline --help`, in its order.
-GROUPS = {
+# Heading of `drumline --help` → the module with its commands, in the order of the help.
+MODULES_BY_HEADING = {
     "Train": train,
     "Plan": plan,
     "Data": data,
@@ -47,18 +47,19 @@ GROUPS = {
     "Share": share,
     "Diagnose": diagnose,
 }
-for _heading, _group in GROUPS.items():
-    for _name, _command in _group.COMMANDS.items():
+for _heading, _module in MODULES_BY_HEADING.items():
+    for _name, _command in _module.COMMANDS.items():
         app.command(name=_name, cls=usage.Command, rich_help_panel=_heading)(_command)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command, even if nobody reads its output.
+    """Run a command and exit with its code, also if the reader of its output has gone.
 
-    `arguments` are those after the program's name; None for those of this process.
+    Args:
+        arguments: The arguments after the program's name; None for those of this process.
     """
     if isinstance(sys.stdout, TextIOWrapper):
-        # Names of files and texts of strangers need not be UTF-8.
+        # Names of files, and texts from elsewhere, need not be UTF-8.
         sys.stdout.reconfigure(errors="backslashreplace")
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
@@ -73,6 +74,9 @@ def _main(given: list[str]) -> None:
     """Run a command, and turn any error into one line on stderr and an exit code.
 
     A signal becomes a line as well, unless the command handles it because it has work to save.
+
+    Args:
+        given: The arguments after the program's name, as they were given.
     """
     from drumline.launch.environment import (
         is_first_rank,
@@ -84,7 +88,7 @@ def _main(given: list[str]) -> None:
 
     arguments = _arguments_for_typer(given)
     try:
-        # Tasks of srun or mpirun become ranks.
+        # If srun or mpirun has started this process as one of several tasks, it becomes a rank.
         join_tasks()
         if is_left_to_another_rank(arguments[0] if arguments else ""):
             return
@@ -104,7 +108,7 @@ def _main(given: list[str]) -> None:
 
 
 def _report(error: DrumlineError) -> int:
-    """Print an error's line, and its notes below it; return its exit code."""
+    """Print an error's line with its notes below it, and return its exit code."""
     say(f"error: {redact(error.line())}")
     for note in getattr(error, "__notes__", ()):  # more mistakes of the same file
         say(f"       {redact(note)}")
@@ -112,7 +116,7 @@ def _report(error: DrumlineError) -> int:
 
 
 def _report_unexpected(error: Exception) -> int:
-    """Report in one line an error that was not raised on purpose; return its exit code."""
+    """Report an error that is no DrumlineError in one line, and return its exit code."""
     from drumline.plan.out_of_memory import is_out_of_memory, memory_fault
 
     if isinstance(error, PermissionError) and error.filename:
@@ -126,7 +130,7 @@ def _report_unexpected(error: Exception) -> int:
 
 
 def _report_bug(error: Exception) -> int:
-    """Write the traceback to a file and print its path in one line; return the exit code."""
+    """Write the traceback to a file, print its path in one line, and return the exit code."""
     import tempfile
     import traceback
 
@@ -139,10 +143,13 @@ def _report_bug(error: Exception) -> int:
 
 
 def _run(arguments: list[str], reports: bool) -> None:
-    """Run a command and exit with its code. A mistake in its usage is raised as a UserError.
+    """Run a command and exit with its code. Raise UserError for a mistake in its usage.
 
-    `reports` is whether this rank reports such a mistake. All ranks of a launcher make the same
-    mistake, and ranks that do not report it exit silently.
+    Args:
+        arguments: The arguments after the program's name, in a form that typer can read.
+        reports: Whether this rank reports such a mistake. All ranks of a launcher make the same
+        mistake,
+            and all but one exit silently.
     """
     from drumline.launch.environment import first_rank_reports
 
@@ -151,10 +158,14 @@ def _run(arguments: list[str], reports: bool) -> None:
     except typer.Abort as abort:  # typer's name for an EOFError that nobody expected
         raise (abort.__cause__ or abort) from None
     except (usage.UsageMistake, usage.UsageError) as error:
-        if not arguments and not isinstance(error, UserError):  # typer's error is the help itself
+        is_typers_error = not isinstance(error, UserError)
+        # For `drumline` without arguments typer raises an error whose message is the help.
+        if is_typers_error and not arguments:
             say(error.format_message())  # type: ignore[attr-defined]  # of typer's own class
             raise SystemExit(UserError.exit_code) from None
         if not reports:
+            # This waits until rank 0 has printed the mistake: the launcher ends all ranks when one
+            # exits.
             with first_rank_reports():
                 raise SystemExit(UserError.exit_code) from None
         if isinstance(error, UserError):
@@ -164,10 +175,11 @@ def _run(arguments: list[str], reports: bool) -> None:
 
 
 def _arguments_for_typer(arguments: list[str]) -> list[str]:
-    """Return the arguments in a form that typer can read. Those after `--` are a script's, and stay.
+    """Return the arguments in a form that typer can read.
 
-    `--local_rank=N`, which torch.distributed.launch and deepspeed add, is removed: the variable
-    LOCAL_RANK has the same number.
+    `--resume` without a path gets the value `newest`. `--local_rank=N`, which
+    torch.distributed.launch and deepspeed add, is removed: the variable LOCAL_RANK has the same
+    number. Arguments after `--` belong to a script and stay as they are.
     """
     end = len(arguments)
     if "--" in arguments:
@@ -181,7 +193,7 @@ def _arguments_for_typer(arguments: list[str]) -> list[str]:
 def _complete_resume(arguments: list[str]) -> list[str]:
     """Return the arguments with the value `newest` after each `--resume` that has no path.
 
-    typer's options always take a value.
+    The reason is that an option of typer always takes a value.
     """
     completed = []
     for index, argument in enumerate(arguments):
@@ -194,10 +206,10 @@ def _complete_resume(arguments: list[str]) -> list[str]:
 
 
 def _may_be_checkpoint(argument: str) -> bool:
-    """Return whether an argument may be the path of --resume: no option, override or config."""
+    """Return whether an argument may be the path of --resume, not an option, override or config."""
     if argument.startswith("-") or argument.endswith((".yaml", ".yml")):
         return False
     key, has_value, _ = argument.partition("=")
-    # The runs of a sweep have `=` in their names.
+    # The run folders of a sweep have `=` in their names, as overrides have.
     is_override = has_value and "/" not in key and not os.path.lexists(argument)
     return not is_override

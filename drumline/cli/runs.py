@@ -1,4 +1,4 @@
-"""The commands on runs that are under way."""
+"""The commands that list, follow and stop runs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from drumline.cli.arguments import Run, path_of
+from drumline.cli.arguments import Run, parse_path
 
 
 def ps(
     folder: Annotated[
         Path,
         typer.Argument(
-            parser=path_of, metavar="[FOLDER]", help="A run, or the folder that has runs."
+            parser=parse_path, metavar="[FOLDER]", help="A run, or the folder that has runs."
         ),
     ] = Path("runs"),
 ) -> None:
@@ -45,11 +45,11 @@ def follow(run: Run) -> None:
     """
     from rich.console import Console
 
-    from drumline.launch.runs import follow as show
+    from drumline.launch import runs
     from drumline.report.progress import Progress
 
     with Progress(Console()) as progress:
-        code = show(run, progress.on_event)
+        code = runs.follow(run, progress.on_event)
     raise typer.Exit(code)
 
 
@@ -58,9 +58,9 @@ def stop(run: Run) -> None:
 
     `drumline train --resume` continues it.
     """
-    from drumline.launch.runs import stop as end
+    from drumline.launch import runs
 
-    end(run)
+    runs.stop(run)
 
 
 COMMANDS = {

@@ -1,4 +1,4 @@
-"""The commands that hand a run's model to others."""
+"""The commands that export, publish and serve the model of a run."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def push(
 
     The model card is made from the run's facts. HF_ENDPOINT and HF_TOKEN are used.
     """
-    from drumline.inference.hub import push as send
+    from drumline.inference.hub import push as run_push
 
-    send(run, to, private, adapter, dry_run, trust_remote_code)
+    run_push(run, to, private, adapter, dry_run, trust_remote_code)
 
 
 def serve(
@@ -81,9 +81,10 @@ def serve(
 
     vLLM serves it if it is installed, else `transformers serve`.
     """
-    from drumline.inference.serve import serve as run_server
+    from drumline.inference.serve import serve as run_serve
 
-    raise typer.Exit(run_server(run, host, port, trust_remote_code))
+    exit_code = run_serve(run, host, port, trust_remote_code)
+    raise typer.Exit(exit_code)
 
 
 COMMANDS = {

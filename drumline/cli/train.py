@@ -1,4 +1,4 @@
-"""The commands that train."""
+"""The commands that train: from a config, or by a script with its own loop."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from drumline.cli.arguments import (
     Trust,
     Verbose,
     chosen_verbosity,
-    path_of,
+    parse_path,
+    parse_path_or_id,
     path_option,
-    place_of,
 )
 from drumline.cli.usage import read_list
 from drumline.errors import UserError
@@ -45,7 +45,7 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            parser=place_of,
+            parser=parse_path_or_id,
             metavar="[PATH]",
             help="Resume from the newest valid checkpoint, or from PATH: a checkpoint or run, its folder or URL.",
         ),
@@ -119,7 +119,9 @@ def launch(
     script: Annotated[
         Path,
         typer.Argument(
-            parser=path_of, metavar="SCRIPT.py", help="A Python file that has a drumline.session."
+            parser=parse_path,
+            metavar="SCRIPT.py",
+            help="A Python file that has a drumline.session.",
         ),
     ],
     arguments: Annotated[

@@ -1,4 +1,4 @@
-"""Read lists and numbers of the command line, and report a mistake in it in one line."""
+"""Read lists and numbers of the command line, and report a mistake in its usage in one line."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from drumline.config.registry import nearest
 from drumline.errors import UserError
 from drumline.foreign import MOST_WHOLE
 
-# The base class of all mistakes in the usage of a command, which typer does not export.
+# click's class UsageError, the base of all mistakes in the usage of a command. typer does not
+# export it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-# Most characters of the user's text that an error shows.
+assert UsageError.__name__ == "UsageError"
+# The most characters of the user's text that an error shows.
 MOST_SHOWN = 80
 
 
 class UsageMistake(UserError):
-    """A mistake in the usage of a command.
+    """The error for a mistake in the usage of a command.
 
-    Under another launcher every rank makes it, and only rank 0 reports it.
+    If another program has started the ranks, every rank meets it, and only rank 0 reports it.
     """
 
 
@@ -34,10 +36,10 @@ def read_list(texts: Sequence[str] | None, flag: str, example: str) -> tuple[str
     Args:
         texts: One text for each time that the option was given; None or empty if it was not given.
         flag: The option, for errors.
-        example: Names that an error shows as an example.
+        example: A list that an error shows as an example.
 
     Raises:
-        UsageMistake: A part is empty, which would silently stand for everything.
+        UsageMistake: A part is empty. An empty list would silently mean everything.
     """
     names: list[str] = []
     for text in texts or ():
@@ -63,13 +65,13 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         command = f"drumline {ctx.info_name}"
-        ctx.allow_extra_args = True  # refused below, in our words
+        ctx.allow_extra_args = True  # they are refused below, with an error of Drumline
         try:
             rest: list[str] = super().parse_args(ctx, args)
         except UsageError as error:
             error.ctx = ctx  # type: ignore[attr-defined]  # click leaves it out where an option has no value
             raise
-        if ctx.resilient_parsing:  # the shell completes a line that is not finished
+        if ctx.resilient_parsing:  # true if the shell completes an unfinished line
             return rest
         if rest:
             what = f"{rest[0][:MOST_SHOWN]!r} is one argument too many"
@@ -80,7 +82,12 @@ class Command(TyperCommand):
 
 
 def _check_number(value: Any, name: str) -> None:
-    """Raise UsageMistake for a number that no option can mean. `name`: of the option."""
+    """Raise UsageMistake for NaN, infinity and integers of more than 64 bits.
+
+    Args:
+        value: The value of an option, of any type.
+        name: The option, for the error.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageMistake(
             f"{value} given, a finite number is wanted", where=name, fix="give a finite number"
@@ -92,9 +99,10 @@ def _check_number(value: Any, name: str) -> None:
 
 
 def one_line(error: Any) -> UsageMistake:
-    """Return the error of one line for a mistake that typer found in the arguments.
+    """Return an error of one line for a mistake that typer found in the arguments.
 
-    `error`: a `UsageError` of typer.
+    Args:
+        error: The `UsageError` that typer raised.
     """
     context = error.ctx
     has_command = context is not None and context.parent is not None
@@ -112,6 +120,7 @@ def one_line(error: Any) -> UsageMistake:
 
 
 def _help_hint(command: str) -> str:
+    """Return the fix that points to the help of a command."""
     return f"`{command} --help` shows how it is used"
 
 
@@ -130,14 +139,14 @@ def _unknown_option(option: str, context: Any, command: str) -> UsageMistake:
 
 
 def _name_of(parameter: Any) -> str:
-    """Return what the user knows a parameter by: `--nproc`, or CONFIG.yaml for an argument."""
+    """Return the name by which the user knows a parameter: `--nproc`, or CONFIG.yaml."""
     if parameter.param_type_name == "option":
         return str(max(parameter.opts, key=len))
     return str(parameter.metavar or parameter.name.upper())
 
 
 def _describe_value(error: Any) -> str:
-    """Return what is wrong with a value. Typer 0.29 reads values by pydantic, before by click."""
+    """Return what is wrong with a value. typer reads values by pydantic since 0.29, before by click."""
     from pydantic import ValidationError
 
     cause = error.__cause__

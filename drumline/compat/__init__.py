@@ -1,8 +1,8 @@
 """Translate configs of other tools into Drumline's config.
 
-Rules write the new config on a `Sheet`, one rule for each key of the old file. No key is dropped
-silently: a key without a meaning here gets a note, and a key whose effect Drumline lacks is an
-error, or on a lenient sheet a note.
+A `Sheet` is the new config while it is made. For each key of the old file a rule writes on the
+sheet what the key means here. No key is dropped silently: a key without a meaning here gets a note,
+and a key whose effect Drumline lacks is an error, or on a lenient sheet a note.
 
 Configs of accelerate and DeepSpeed are read here. Those of LLaMA-Factory, Axolotl, TRL and
 transformers are read by the distribution drumline-convert, with the same sheet.
@@ -27,15 +27,15 @@ def translate(
     folder: Path,
     lenient: bool,
 ) -> Sheet | None:
-    """Return a sheet with the values of an old file under Drumline's keys; None for any other file.
+    """Return the sheet for a config of another tool; None for Drumline's own, and for any other file.
 
     Args:
         values: Keys and values of the file.
-        lines: Line of each key.
+        lines: Position of each key → its line.
         name: Name of the file in messages.
         base: Folder that paths in the file are relative to; the current folder is tried second.
-        folder: Folder that new paths are relative to.
-        lenient: Whether the sheet gets notes in the place of errors.
+        folder: Folder that paths in the new config are relative to.
+        lenient: Whether a key whose effect Drumline lacks gets a note in place of an error.
 
     Raises:
         ConfigError: A key is refused (with the old file's line), or the package that reads the file

@@ -1,6 +1,6 @@
-"""An accelerate config file → strategy, processes, precision.
+"""Translate an accelerate config: strategy, processes, precision.
 
-Keys by accelerate 1.15 (`commands/config/config_args.py`, `commands/launch.py`).
+The keys are those of accelerate 1.15 (`commands/config/config_args.py`, `commands/launch.py`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import NamedTuple
 from drumline.compat.deepspeed import (
     EXPORT,
     STAGES,
-    low_precision,
-    own_deepspeed_file,
     put_offload,
     read_clip,
+    read_deepspeed_json,
+    set_precision,
 )
 from drumline.compat.rules import (
     Rule,
@@ -49,10 +49,10 @@ TYPES = {
 
 
 class Sharding(NamedTuple):
-    """What a sharding strategy of FSDP means here.
+    """What a sharding strategy of FSDP means in Drumline.
 
     Args:
-        kind: the kind of strategy.
+        kind: strategy.kind.
         reshard: strategy.reshard_after_forward; None for DDP, which shards nothing.
         is_hybrid: each machine has a copy of the model, and shards it among its own devices.
     """
@@ -62,7 +62,7 @@ class Sharding(NamedTuple):
     is_hybrid: bool
 
 
-# The names of FSDP1 and their numbers, which are used in the same way.
+# The sharding strategies of FSDP1 by name, and below by number: accelerate accepts both.
 SHARDING = {
     "full_shard": Sharding("fsdp2", reshard=True, is_hybrid=False),
     "shard_grad_op": Sharding("fsdp2", reshard=False, is_hybrid=False),
@@ -73,14 +73,14 @@ SHARDING = {
 SHARDING |= {str(index): SHARDING[name] for index, name in enumerate(list(SHARDING), start=1)}
 
 
-def accelerate_file(sheet: Sheet, olds: list[OldKey]) -> None:
+def read_accelerate_file(sheet: Sheet, old_keys: list[OldKey]) -> None:
     """Put a whole accelerate config on the sheet. Raises ConfigError with the old file's line."""
-    apply_rules(TABLE, sheet, olds, WHAT)
-    combine(sheet)
+    apply_rules(TABLE, sheet, old_keys, WHAT)
+    combine_waiting_keys(sheet)
 
 
-def combine(sheet: Sheet) -> None:
-    """Set strategy, processes and precision by the keys that wait."""
+def combine_waiting_keys(sheet: Sheet) -> None:
+    """Set strategy, processes and precision by the keys in `sheet.waiting`."""
     type_ = sheet.waiting.get("distributed_type")
     kind = None
     if type_ is not None:
@@ -97,27 +97,32 @@ def combine(sheet: Sheet) -> None:
         apply_rules(
             PARALLELISM,
             sheet,
-            parallelism.inside(),
+            parallelism.children(),
             "parallelism_config",
             "parallelism_config_",
         )
     set_processes(sheet)
-    low_precision(sheet)
+    set_precision(sheet)
 
 
 SectionReader = Callable[[Sheet, OldKey, list[OldKey]], None]
 
 
 def _read_section(sheet: Sheet, name: str, type_: OldKey | None, reader: SectionReader) -> None:
-    """Read the section of a strategy, if distributed_type selects it, else note it.
+    """Read the section of a strategy if distributed_type selects it; otherwise add a note.
 
-    Without distributed_type the sections of FSDP and DeepSpeed select themselves. `reader` puts the
-    keys of the section on the sheet.
+    Without distributed_type a section of FSDP or DeepSpeed is read as well.
+
+    Args:
+        sheet: The sheet.
+        name: The name of the section, which waits on the sheet.
+        type_: The key distributed_type; None if the file lacks it.
+        reader: Puts the keys of the section on the sheet.
     """
     section = sheet.waiting.pop(name, None)
     if section is None:
         return
-    keys = section.inside()
+    keys = section.children()
     if not keys:
         return
     if type_ is None:
@@ -133,9 +138,10 @@ def _read_section(sheet: Sheet, name: str, type_: OldKey | None, reader: Section
 
 
 def set_processes(sheet: Sheet) -> None:
-    """Set the processes of this machine. Each of several machines needs a launcher of its own.
+    """Set the number of processes of this machine: num_processes counts those of all machines.
 
-    Raises ConfigError if the processes do not divide over the machines.
+    Each of several machines needs a launcher of its own, which a note says. Raises ConfigError if
+    the processes do not divide over the machines.
     """
     waiting = sheet.waiting
     machines = machine_count(sheet)
@@ -161,7 +167,7 @@ def set_processes(sheet: Sheet) -> None:
 
 
 def _note_machines(sheet: Sheet, machines: int) -> None:
-    """Note the command that each of several machines runs."""
+    """Add a note with the command that has to be run on each machine."""
     waiting = sheet.waiting
     address = waiting["main_process_ip"].value if "main_process_ip" in waiting else "HOST"
     port = waiting["main_process_port"].value if "main_process_port" in waiting else 29500
@@ -179,19 +185,19 @@ def machine_count(sheet: Sheet) -> int:
     return max(1, read_integer(sheet.waiting["num_machines"]))
 
 
-def read_fsdp(sheet: Sheet, section: OldKey, olds: list[OldKey]) -> None:
+def read_fsdp(sheet: Sheet, section: OldKey, old_keys: list[OldKey]) -> None:
     """Put the keys of an fsdp_config, of accelerate or of Hugging Face's Trainer, on the sheet.
 
-    Two of them set how far to shard: FSDP1's sharding_strategy and reshard_after_forward, which may
-    have the same names. Raises ConfigError if they differ.
+    Two keys set how to shard: sharding_strategy of FSDP1, and reshard_after_forward of FSDP2, which
+    may also have the name of a sharding strategy. Raises ConfigError if they differ.
     """
-    apply_rules(FSDP, sheet, olds, "fsdp_config", "fsdp_")
+    apply_rules(FSDP, sheet, old_keys, "fsdp_config", "fsdp_")
     version = sheet.waiting.pop("version", None)
     old, sharding = _read_sharding(sheet, section, version)
     sheet.put("strategy.kind", sharding.kind, old)
     if sharding.kind == "ddp":
         sheet.note(old, "no shards: that is DDP")
-        # The options of FSDP that are set so far have no effect.
+        # The options of FSDP that have been set so far have no effect under DDP.
         sheet.values["strategy"] = {"kind": "ddp"}
         return
     sheet.put("strategy.reshard_after_forward", sharding.reshard, old)
@@ -206,9 +212,14 @@ def read_fsdp(sheet: Sheet, section: OldKey, olds: list[OldKey]) -> None:
 def _read_sharding(
     sheet: Sheet, section: OldKey, version: OldKey | None
 ) -> tuple[OldKey, Sharding]:
-    """Return how far to shard, with the key that sets it: by default FULL_SHARD.
+    """Return how to shard, and the key that sets it; by default FULL_SHARD and the section itself.
 
-    `version` is the key of FSDP's version. Raises ConfigError for two keys that differ.
+    Args:
+        sheet: The sheet, on which the keys wait.
+        section: The key of the section.
+        version: The key of FSDP's version; None if the section lacks it.
+
+    Raises ConfigError for two keys that differ.
     """
     given: list[tuple[OldKey, Sharding]] = []
     for name, old in take_waiting(sheet, "sharding_strategy", "reshard_after_forward").items():
@@ -222,8 +233,9 @@ def _read_sharding(
     first, sharding = given[0]
     is_version_1 = version is not None and str(version.value) == "1"
     for other, other_sharding in given[1:]:
-        # FSDP2 reads reshard_after_forward, FSDP1 sharding_strategy. The key that is not read may
-        # keep its default.
+        # FSDP1 reads sharding_strategy, and accelerate also writes reshard_after_forward with its
+        # default. For FSDP2 accelerate writes reshard_after_forward alone, so both keys are by the
+        # user's hand.
         is_default = is_version_1 and other_sharding.reshard is True
         is_same = other_sharding[:2] == sharding[:2]
         if not is_same and not is_default:
@@ -243,15 +255,15 @@ def _set_wrap(sheet: Sheet, old: OldKey) -> None:
 
 
 def _set_full_checkpointing(sheet: Sheet, old: OldKey) -> None:
-    """Set activation checkpointing, also over `none`.
+    """Set activation checkpointing, even if another key has set it to `none`.
 
-    Hugging Face's Trainer requires gradient_checkpointing to be off beside FSDP's own switch.
+    Hugging Face's Trainer requires gradient_checkpointing to be off if FSDP's own switch is on.
     """
     sheet.put("memory.activation_checkpointing", "full", old, over="none")
 
 
 def _set_sequence_parallel(sheet: Sheet, old: OldKey) -> None:
-    """Set the degree of context parallelism by sp_size, if it is above 1."""
+    """Set strategy.cp by sp_size, the degree of sequence parallelism by DeepSpeed-Ulysses."""
     degree = read_integer(old)
     if degree > 1:
         sheet.put("strategy.cp", degree, old)
@@ -306,16 +318,16 @@ PARALLELISM: dict[str, Rule] = split_synonyms(
 )
 
 
-def read_deepspeed(sheet: Sheet, section: OldKey, olds: list[OldKey]) -> None:
-    """Put the keys of a deepspeed_config on the sheet.
+def read_deepspeed(sheet: Sheet, section: OldKey, old_keys: list[OldKey]) -> None:
+    """Put the keys of accelerate's section deepspeed_config on the sheet.
 
-    They are a stage and a few switches, or the path of a DeepSpeed JSON.
+    The section has a stage and a few switches, or the path of a DeepSpeed JSON.
     """
-    for file in olds:
+    for file in old_keys:
         if file.key == "deepspeed_config_file" and str(file.value).lower() not in ("none", ""):
-            own_deepspeed_file(sheet, file)
-            olds = [old for old in olds if old.key != "zero_stage"]
-    apply_rules(DEEPSPEED, sheet, olds, "deepspeed_config")
+            read_deepspeed_json(sheet, file)
+            old_keys = [old for old in old_keys if old.key != "zero_stage"]
+    apply_rules(DEEPSPEED, sheet, old_keys, "deepspeed_config")
     stage = sheet.waiting.pop("zero_stage", None)
     if sheet.get("strategy.kind") is None:
         if stage is None:
@@ -328,7 +340,7 @@ def read_deepspeed(sheet: Sheet, section: OldKey, olds: list[OldKey]) -> None:
 
 
 def _set_offload(sheet: Sheet, kind: str, name: str, prefix: str) -> None:
-    """Set strategy.`name` by the waiting keys `PREFIXdevice` and `PREFIXnvme_path`."""
+    """Set the key `name` of the strategy by the waiting keys `PREFIXdevice` and `PREFIXnvme_path`."""
     inner = {}
     for key, old in take_waiting(sheet, f"{prefix}device", f"{prefix}nvme_path").items():
         if str(old.value).lower() != "none":
@@ -355,13 +367,13 @@ DEEPSPEED: dict[str, Rule] = split_synonyms(
 )
 
 
-def read_megatron(sheet: Sheet, section: OldKey, olds: list[OldKey]) -> None:
+def read_megatron(sheet: Sheet, section: OldKey, old_keys: list[OldKey]) -> None:
     """Put the keys of a megatron_lm_config on the sheet.
 
-    Megatron's degrees are those of ddp with tp, pp and cp.
+    Megatron's degrees of parallelism become tp, pp and cp of the strategy ddp.
     """
     sheet.put("strategy.kind", "ddp", section)
-    apply_rules(MEGATRON, sheet, olds, "megatron_lm_config", "megatron_lm_")
+    apply_rules(MEGATRON, sheet, old_keys, "megatron_lm_config", "megatron_lm_")
 
 
 RECOMPUTATION = {
@@ -374,7 +386,7 @@ RECOMPUTATION = {
 
 
 def _set_recomputation(sheet: Sheet, old: OldKey) -> None:
-    """Set activation checkpointing by Megatron's recomputation, if it is on."""
+    """Set activation checkpointing by Megatron's recomputation, unless it is off."""
     kind = read_choice(RECOMPUTATION)(old)
     if kind != "none":
         sheet.put("memory.activation_checkpointing", kind, old)
@@ -420,24 +432,28 @@ def _check_machine(sheet: Sheet, old: OldKey) -> None:
 
 
 def _note_gpus(sheet: Sheet, old: OldKey) -> None:
-    """Note how to choose GPUs, if the file names some."""
+    """Add a note on how to choose GPUs, if the file names some."""
     if old.value not in (*AUTO, "all"):
         sheet.note(
             old, f"choose GPUs from outside: CUDA_VISIBLE_DEVICES={','.join(read_names(old))}"
         )
 
 
-def read_dynamo(sheet: Sheet, old: OldKey) -> None:
-    """Read dynamo_config, or the older dynamo_backend."""
+def set_dynamo(sheet: Sheet, old: OldKey) -> None:
+    """Set `compile` by dynamo_config, or by the older key dynamo_backend."""
     if isinstance(old.value, dict):
-        inner = {each.key.removeprefix("dynamo_"): each for each in old.inside()}
+        inner = {each.key.removeprefix("dynamo_"): each for each in old.children()}
     else:
         inner = {"backend": old}
-    compile_blocks(sheet, inner)
+    set_compile(sheet, inner)
 
 
-def compile_blocks(sheet: Sheet, inner: dict[str, OldKey]) -> None:
-    """Set `compile` by the keys of a dynamo_config without their prefix.
+def set_compile(sheet: Sheet, inner: dict[str, OldKey]) -> None:
+    """Set `compile` by the keys of a dynamo_config.
+
+    Args:
+        sheet: The sheet.
+        inner: Key without its prefix `dynamo_` → old key.
 
     Raises ConfigError for a backend that Drumline lacks.
     """
@@ -474,14 +490,14 @@ OTHER_DEVICES = (
 
 
 def _note_fp8(sheet: Sheet, old: OldKey) -> None:
-    """Note that fp8_config has no effect, if it has keys."""
-    if old.inside():
+    """Add a note that fp8_config has no effect, if it has keys."""
+    if old.children():
         sheet.note(old, "fp8 is torchao's: precision.scaling sets it, with mixed_precision: fp8")
 
 
 def _note_mpirun(sheet: Sheet, old: OldKey) -> None:
-    """Note how to start under mpirun, if the section has keys."""
-    if old.inside():
+    """Add a note on how to start under mpirun, if the section has keys."""
+    if old.children():
         sheet.note(old, "under mpirun, start one launcher a machine")
 
 
@@ -490,7 +506,7 @@ TABLE: dict[str, Rule] = split_synonyms(
         "compute_environment": _check_machine,
         "distributed_type num_processes num_machines machine_rank main_process_ip main_process_port": postpone(),
         "mixed_precision fp16 fsdp_config deepspeed_config megatron_lm_config parallelism_config": postpone(),
-        "dynamo_config dynamo_backend": read_dynamo,
+        "dynamo_config dynamo_backend": set_dynamo,
         "gpu_ids": _note_gpus,
         "use_cpu": set_if_on("run.device", "cpu"),
         "debug": drop("NCCL's own TORCH_DISTRIBUTED_DEBUG=DETAIL does it"),

@@ -1,7 +1,7 @@
 """Translate a DeepSpeed config, which may be part of another file: strategy, batch, precision.
 
-Keys by DeepSpeed 0.19 (`deepspeed/runtime/constants.py`, `deepspeed/runtime/zero/config.py`), which
-is not imported here.
+The keys are those of DeepSpeed 0.19 (`deepspeed/runtime/constants.py`,
+`deepspeed/runtime/zero/config.py`). DeepSpeed itself is not imported.
 """
 
 from __future__ import annotations
@@ -43,25 +43,33 @@ STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
 WHAT = "a DeepSpeed config"
 
 
-def deepspeed_config(sheet: Sheet, olds: list[OldKey], own_file: str | None = None) -> None:
+def read_deepspeed_config(
+    sheet: Sheet, old_keys: list[OldKey], engine_path: str | None = None
+) -> None:
     """Put a whole DeepSpeed config on the sheet.
 
-    `own_file` is the path of the config if Drumline's engine reads it. Then only what the plan
-    requires is taken out of it. Without one, keys that Drumline does not have go to
-    strategy.options.
+    There are two ways. If the config is a file of its own, `strategy.config` names it, and
+    Drumline's DeepSpeed engine reads it. Then only the keys that a plan needs (PLANNED) go on the
+    sheet. If the config is part of another file, all keys go on the sheet, and those that Drumline
+    does not have go to `strategy.options`.
+
+    Args:
+        sheet: The sheet.
+        old_keys: The keys of the config; at least one.
+        engine_path: The path of the config for the engine; None if it is part of another file.
     """
-    # What the engine reads by itself is checked, and then thrown away with this sheet.
-    engine_sheet = sheet
-    if own_file:
-        engine_sheet = Sheet(sheet.base, sheet.folder, lenient=sheet.lenient)
-    zero = _find_zero(olds)
-    apply_rules(ZERO, engine_sheet, zero.inside(), f"{WHAT}'s zero_optimization")
+    # Keys that the engine reads by itself are only checked: their sheet is thrown away.
+    other_sheet = sheet
+    if engine_path:
+        other_sheet = Sheet(sheet.base, sheet.folder, lenient=sheet.lenient)
+    zero = _find_zero(old_keys)
+    apply_rules(ZERO, other_sheet, zero.children(), f"{WHAT}'s zero_optimization")
     kind = _zero_kind(zero)
     sheet.put("strategy.kind", kind, zero)
-    if own_file and kind != "ddp":
-        sheet.put("strategy.config", own_file, zero)
-    for old in olds:
-        target = sheet if old.key in PLANNED else engine_sheet
+    if engine_path and kind != "ddp":
+        sheet.put("strategy.config", engine_path, zero)
+    for old in old_keys:
+        target = sheet if old.key in PLANNED else other_sheet
         if kind == "ddp" and old.key in ENGINE_ONLY:
             target.note(old, "only DeepSpeed's engine knows it, and ZeRO stage 0 is plain DDP")
         else:
@@ -72,20 +80,20 @@ def deepspeed_config(sheet: Sheet, olds: list[OldKey], own_file: str | None = No
             device = "cpu" if read_flag(old) else "none"
             put_offload(sheet, kind, name, old, {"device": replace(old, value=device)})
         else:
-            put_offload(sheet, kind, name, old, old.by_key())
+            put_offload(sheet, kind, name, old, old.children_by_key())
 
 
-def _find_zero(olds: list[OldKey]) -> OldKey:
-    """Return the key zero_optimization, an empty section if there is none."""
-    for old in olds:
+def _find_zero(old_keys: list[OldKey]) -> OldKey:
+    """Return the key zero_optimization; if there is none, one with an empty section."""
+    for old in old_keys:
         if old.key == "zero_optimization":
             return old
-    return OldKey("zero_optimization", {}, olds[0].source, ("zero_optimization",))
+    return OldKey("zero_optimization", {}, old_keys[0].source, ("zero_optimization",))
 
 
 def _zero_kind(zero: OldKey) -> str:
     """Return the kind of strategy for the stage of zero_optimization; ddp without a stage."""
-    for old in zero.inside():
+    for old in zero.children():
         if old.key == "stage":
             kind: str = read_choice(STAGES)(old)
             return kind
@@ -93,9 +101,10 @@ def _zero_kind(zero: OldKey) -> str:
 
 
 def keep_as_option(section: str = "") -> Rule:
-    """Return a rule that hands the value on to DeepSpeed as it is.
+    """Return a rule that passes the value on to DeepSpeed as it is, in strategy.options.
 
-    `section` is the dotted section of DeepSpeed's config, with a dot before it.
+    Args:
+        section: The section of DeepSpeed's config with a dot before it: `.zero_optimization`.
     """
 
     def rule(sheet: Sheet, old: OldKey) -> None:
@@ -104,12 +113,12 @@ def keep_as_option(section: str = "") -> Rule:
     return rule
 
 
-# The largest power of two in fp64 is 2 to the 1023.
+# A loss scale must be a number in fp64, whose largest power of two is 2 to the 1023.
 MOST_POWER = 1000
 
 
 def read_power_of_two(old: OldKey) -> float:
-    """Return a loss scale by its power of two. Raises ConfigError for one that fp64 cannot hold."""
+    """Return 2 to the power that an old key gives. Raises ConfigError for a power above 1000."""
     power = read_number(old)
     if power > MOST_POWER:
         raise translation_error(
@@ -136,11 +145,11 @@ NO_SUCH_SETTING = drop("Drumline's loss scaler has no such setting")
 def _precision_section(precision: str) -> Rule:
     """Return the rule for the section fp16 or bf16: {enabled: true, …}.
 
-    `enabled` waits for the other keys of the precision.
+    `enabled` waits until all keys that set a precision have been read (`set_precision`).
     """
 
     def rule(sheet: Sheet, old: OldKey) -> None:
-        inner = old.by_key()
+        inner = old.children_by_key()
         enabled = inner.pop("enabled", None)
         if enabled is None or enabled.value in AUTO:
             return
@@ -157,15 +166,16 @@ DEVICES = {"no": "none", "none": "none", "cpu": "cpu", "nvme": "nvme"}
 
 
 def put_offload(sheet: Sheet, kind: str, name: str, old: OldKey, inner: dict[str, OldKey]) -> None:
-    """Set the memory in which optimizer states or parameters are kept.
+    """Set whether optimizer states or parameters are kept in host memory or on an NVMe disk.
 
-    DeepSpeed offloads parameters under ZeRO-3 only, and nothing at stage 0.
+    DeepSpeed offloads parameters at stage 3 only, and nothing at stage 0.
 
     Args:
+        sheet: the sheet.
         kind: the kind of strategy.
         name: offload_optimizer or offload_parameters.
         old: the section, for errors and notes.
-        inner: its keys {device: cpu | nvme, nvme_path: …, pin_memory: …}.
+        inner: its keys: device (cpu or nvme), nvme_path, pin_memory.
     """
     if "device" not in inner:
         return
@@ -190,23 +200,29 @@ def put_offload(sheet: Sheet, kind: str, name: str, old: OldKey, inner: dict[str
 
 
 def _typed_section(section: str, kinds: dict[str, str], params: dict[str, Rule]) -> Rule:
-    """Return the rule for {type: one of `kinds`, params: {…}}: both go to a section here."""
+    """Return the rule for a section {type: …, params: {…}} of DeepSpeed, which becomes a section here.
+
+    Args:
+        section: The section of Drumline's config.
+        kinds: Type in lower case → `kind` of the section.
+        params: Key of `params` → its rule.
+    """
 
     def rule(sheet: Sheet, old: OldKey) -> None:
-        inner = old.by_key()
+        inner = old.children_by_key()
         if "type" in inner:
             sheet.put(f"{section}.kind", read_choice(kinds)(inner["type"]), inner["type"])
         if "params" in inner:
-            apply_rules(params, sheet, inner["params"].inside(), f"{WHAT}'s {old.key}")
+            apply_rules(params, sheet, inner["params"].children(), f"{WHAT}'s {old.key}")
 
     return rule
 
 
 def _apply_if_enabled(rule: Rule) -> Rule:
-    """Return a rule that applies another one to a section with `enabled: true`."""
+    """Return a rule that applies another rule to a section if it has `enabled: true`."""
 
     def apply(sheet: Sheet, old: OldKey) -> None:
-        for inner in old.inside():
+        for inner in old.children():
             if inner.key == "enabled" and inner.value not in AUTO and read_flag(inner):
                 rule(sheet, old)
 
@@ -227,15 +243,15 @@ def add_tracker(name: str) -> Rule:
 
 
 def read_clip(old: OldKey) -> float | None:
-    """Return the limit of the gradient's norm.
+    """Return the largest norm of the gradient; None, which means no clipping, for 0.
 
-    It is None for 0, with which DeepSpeed and Hugging Face never clip.
+    DeepSpeed and Hugging Face's Trainer do not clip if the limit is 0.
     """
     return read_number(old) or None
 
 
 def _set_profiler(sheet: Sheet, old: OldKey) -> None:
-    """Set DeepSpeed's profiler of operations."""
+    """Switch DeepSpeed's FLOPs profiler on."""
     sheet.put("strategy.flops_profiler", True, old)
 
 
@@ -278,7 +294,7 @@ EXPORT = "`drumline export --dtype bf16` writes 16-bit weights from any checkpoi
 ZERO_OPTION = keep_as_option(".zero_optimization")
 ZERO: dict[str, Rule] = split_synonyms(
     {
-        "stage": do_nothing,  # read before the others: it decides what they mean
+        "stage": do_nothing,  # it has been read before, since it decides what the others mean
         "offload_optimizer cpu_offload": postpone("offload_optimizer"),
         "offload_param cpu_offload_params cpu_offload_param": postpone("offload_parameters"),
         "cpu_offload_use_pin_memory": drop("set pin_memory in the offload section"),
@@ -323,7 +339,7 @@ TABLE: dict[str, Rule] = split_synonyms(
             {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"},
             SCHEDULER,
         ),
-        "zero_optimization": do_nothing,  # read before the others
+        "zero_optimization": do_nothing,  # it has been read before
         "activation_checkpointing": drop(
             "memory.activation_checkpointing sets it; this section is for models that call DeepSpeed's own"
         ),
@@ -352,7 +368,7 @@ TABLE: dict[str, Rule] = split_synonyms(
         ),
     }
 )
-# The keys of TABLE that the plan requires.
+# The keys of TABLE that a plan needs, even if the engine reads the config itself.
 PLANNED = {
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -390,10 +406,10 @@ PRECISIONS = {
 }
 
 
-def low_precision(sheet: Sheet) -> None:
-    """Set the precision by fp8, bf16, fp16 and mixed_precision together.
+def set_precision(sheet: Sheet) -> None:
+    """Set precision.kind by the waiting keys fp8, bf16, fp16 and mixed_precision.
 
-    Raises ConfigError with both places if two are on.
+    Raises ConfigError with both places if two of them choose different precisions.
     """
     given: list[tuple[str, OldKey]] = []
     for name, old in take_waiting(sheet, "fp8", "bf16", "fp16").items():
@@ -407,7 +423,7 @@ def low_precision(sheet: Sheet) -> None:
     # on: an fp32 counts only if nothing else is on.
     low = [(kind, old) for kind, old in given if kind != "fp32"]
     if any(kind == "fp8" for kind, _ in low):
-        # The rest of the model is in bf16.
+        # fp8 is for matrix products, and the rest of the model is in bf16: no contradiction.
         low = [(kind, old) for kind, old in low if kind != "bf16"]
     first_kind, first = (low or given)[0]
     for kind, old in low:
@@ -416,26 +432,37 @@ def low_precision(sheet: Sheet) -> None:
     sheet.put("precision.kind", first_kind, first)
 
 
-def deepspeed_file(sheet: Sheet, olds: list[OldKey], own_file: str | None = None) -> None:
-    """Put a DeepSpeed config in a file of its own on the sheet. Raises ConfigError with its line."""
-    deepspeed_config(sheet, olds, own_file)
-    low_precision(sheet)
+def read_deepspeed_file(
+    sheet: Sheet, old_keys: list[OldKey], engine_path: str | None = None
+) -> None:
+    """Put the keys of a DeepSpeed JSON on the sheet. See `read_deepspeed_config` for the arguments.
+
+    Raises ConfigError with the line of a key that cannot be translated.
+    """
+    read_deepspeed_config(sheet, old_keys, engine_path)
+    set_precision(sheet)
 
 
-def own_deepspeed_file(sheet: Sheet, old: OldKey) -> None:
-    """Put a DeepSpeed JSON that an old file names on the sheet.
+def read_deepspeed_json(sheet: Sheet, old: OldKey) -> None:
+    """Put on the sheet what a plan needs of a DeepSpeed JSON that an old key names.
 
-    Its stage is the strategy, and Drumline's engine reads the file itself.
+    Drumline's DeepSpeed engine reads the file itself. Raises ConfigError for a file that cannot be
+    read, or has no keys.
     """
     path = locate_file(sheet.base, str(old.value))
-    deepspeed_config(sheet, load_file(path, old), own_file=new_path(sheet, path))
+    keys = load_file(path, old)
+    if not keys:
+        raise translation_error(
+            old, f"{str(path)!r} is empty", "write zero_optimization: {stage: 2} into it"
+        )
+    read_deepspeed_config(sheet, keys, engine_path=new_path(sheet, path))
 
 
 def locate_file(base: Path, name: str) -> Path:
     """Return the path of a file that an old file names.
 
-    It lies beside the old file or in the current folder, as accelerate and transformers look for
-    it.
+    A relative path is looked up in the folder of the old file (`base`) and then in the current
+    folder, as accelerate and transformers do.
     """
     here = expanded(name)
     beside = base / here
@@ -459,7 +486,10 @@ def new_path(sheet: Sheet, path: Path) -> str:
 
 
 def load_file(path: Path, old: OldKey) -> list[OldKey]:
-    """Return the keys of a JSON or YAML file that an old key names. Raises ConfigError."""
+    """Return the keys of a JSON or YAML file that an old key names.
+
+    Raises ConfigError for a file that cannot be read, or is no section of keys and values.
+    """
     try:
         # JSON may be indented with tabs, and YAML may not.
         text = read_text(path, ConfigError).replace("\t", "  ")

@@ -1,4 +1,8 @@
-"""The rules for keys of other tools: each writes on the sheet what a key means for our config."""
+"""The rules for keys of other tools. A rule writes on the sheet what a key means in Drumline's config.
+
+Each tool has tables of key → rule. The functions here return the rules (`set_key`, `drop`,
+`reject`, `postpone`, …) and the converters of values (`read_flag`, `read_number`, …).
+"""
 
 from __future__ import annotations
 
@@ -18,14 +22,16 @@ from drumline.compat.sheet import (
 from drumline.config.registry import nearest
 from drumline.foreign import finite_number
 
+# A function that writes on a sheet what an old key means.
 Rule = Callable[[Sheet, OldKey], None]
+# A function that returns the new value for an old key. It raises ConfigError for a wrong value.
 Converter = Callable[[OldKey], Any]
 
 
 def read_flag(old: OldKey) -> bool:
-    """Return a value that is true or false, also written as text.
+    """Return a value that is true or false, which may be written as a word or as 0 or 1.
 
-    accelerate's own files have 'no' and "true". Raises ConfigError for any other value.
+    accelerate itself writes 'no' and "true". Raises ConfigError for any other value.
     """
     word = str(old.value).lower()
     if word in ("true", "yes", "1", "on"):
@@ -38,9 +44,9 @@ def read_flag(old: OldKey) -> bool:
 
 
 def read_number(old: OldKey) -> float:
-    """Return a number, also written as text. Raises ConfigError for any other value.
+    """Return a number, which may be written as text. Raises ConfigError for any other value.
 
-    PyYAML reads 1e-5 as text, so old files may have put it in quotes.
+    PyYAML reads 1e-5 as text, so other tools accept numbers in quotes.
     """
     value = finite_number(old.value)
     if value is None:
@@ -53,7 +59,7 @@ def read_number(old: OldKey) -> float:
 
 
 def read_integer(old: OldKey) -> int:
-    """Return a whole number, also written as text. Raises ConfigError for any other value."""
+    """Return a whole number, which may be written as text. Raises ConfigError for any other value."""
     value = finite_number(old.value)
     if value is None or not value.is_integer():
         raise translation_error(
@@ -65,7 +71,7 @@ def read_integer(old: OldKey) -> int:
 
 
 def read_names(old: OldKey) -> list[str]:
-    """Return a list of names, also written as one text with commas."""
+    """Return a list of names, which may be written as one text with commas."""
     parts: list[Any]
     if isinstance(old.value, str):
         parts = old.value.split(",")
@@ -78,10 +84,13 @@ def read_names(old: OldKey) -> list[str]:
 
 
 def read_choice(table: Mapping[str, Any], why_not: Mapping[str, str] | None = None) -> Converter:
-    """Return a converter of one word, in upper or lower case, to its value in `table`.
+    """Return a converter of a word, in upper or lower case, to its value in a table.
 
-    `why_not` has words that other tools accept, each with the fix. The converter raises Unsupported
-    for them, and for words that are in neither.
+    The converter raises Unsupported for a word that the table lacks.
+
+    Args:
+        table: Word in lower case → value.
+        why_not: Word that other tools accept → the fix in the error.
     """
 
     def convert(old: OldKey) -> Any:
@@ -128,7 +137,13 @@ def choose_by_flag(on: Any, off: Any) -> Converter:
 
 
 def set_key(dotted: str, convert: Converter = unchanged, skip: tuple[Any, ...] = AUTO) -> Rule:
-    """Return a rule that sets `section.key` of the new config; values in `skip` set nothing."""
+    """Return a rule that sets a value of the new config.
+
+    Args:
+        dotted: `section.key` of the new config.
+        convert: Returns the new value for the old key.
+        skip: Values of the old key for which nothing is set.
+    """
 
     def rule(sheet: Sheet, old: OldKey) -> None:
         if old.value not in skip:
@@ -138,7 +153,7 @@ def set_key(dotted: str, convert: Converter = unchanged, skip: tuple[Any, ...] =
 
 
 def apply_if_on(rule: Rule) -> Rule:
-    """Return a rule that applies another one if the old key is true."""
+    """Return a rule that applies another rule if the value of the old key is true."""
 
     def apply(sheet: Sheet, old: OldKey) -> None:
         if read_flag(old):
@@ -148,7 +163,7 @@ def apply_if_on(rule: Rule) -> Rule:
 
 
 def set_if_on(dotted: str, value: Any) -> Rule:
-    """Return a rule that sets `section.key` of the new config to `value` if the old key is true."""
+    """Return a rule that sets `section.key` to `value` if the value of the old key is true."""
     return apply_if_on(set_key(dotted, lambda _: value))
 
 
@@ -157,10 +172,14 @@ def do_nothing(sheet: Sheet, old: OldKey) -> None:
 
 
 def postpone(name: str | None = None) -> Rule:
-    """Return a rule that lets the value wait on the sheet until a group combines it with others.
+    """Return a rule that puts the old key into `sheet.waiting`, since its meaning depends on others.
 
-    It waits under `name`, or under the old key's own name. The rule raises ConfigError if another
-    key waits under that name with a different value.
+    When all keys have been read, a function of the tool takes the waiting keys and sets what they
+    mean together. The rule raises ConfigError if another key waits under the same name with a
+    different value.
+
+    Args:
+        name: The name to wait under; None for the old key's own name.
     """
 
     def rule(sheet: Sheet, old: OldKey) -> None:
@@ -171,8 +190,8 @@ def postpone(name: str | None = None) -> Rule:
         if other is None:
             sheet.waiting[key] = old
         elif other.place != old.place and False in (other.value, old.value):
-            # Two switches of one thing: the one that is on counts.
-            if other.value is False:
+            # Two switches of one thing, of which at least one is off: the other one counts.
+            if not other.value:
                 sheet.waiting[key] = old
         elif str(other.value).lower() != str(old.value).lower():
             raise contradiction(old, other)
@@ -183,9 +202,11 @@ def postpone(name: str | None = None) -> Rule:
 
 
 def drop(why: str, *silent: Any) -> Rule:
-    """Return a rule for a key without a meaning here, which the run does not miss.
+    """Return a rule that leaves out a key that a run here does not need, and adds a note.
 
-    It adds a note with the reason, except for values in `silent`.
+    Args:
+        why: The reason, for the note.
+        silent: Values of the key that get no note.
     """
 
     def rule(sheet: Sheet, old: OldKey) -> None:
@@ -196,10 +217,14 @@ def drop(why: str, *silent: Any) -> Rule:
 
 
 def reject(*neutral: Any, why: str, fix: str) -> Rule:
-    """Return a rule for a key whose effect Drumline lacks.
+    """Return a rule that refuses a key whose effect Drumline lacks, unless its value is harmless.
 
-    It reports an error, unless the value turns the effect off or is in `neutral`.
+    Args:
+        neutral: Values that are harmless, besides those that turn the effect off.
+        why: The reason, for the error.
+        fix: What to write instead, for the error.
     """
+    # `in` compares by ==, so False also stands for 0 and 0.0.
     off_values = (*AUTO, False, "", *neutral)
     off_words = ("no", "none", "false")
 
@@ -211,14 +236,22 @@ def reject(*neutral: Any, why: str, fix: str) -> Rule:
 
 
 def apply_rules(
-    table: Mapping[str, Rule], sheet: Sheet, olds: list[OldKey], what: str, prefix: str = ""
+    table: Mapping[str, Rule], sheet: Sheet, old_keys: list[OldKey], what: str, prefix: str = ""
 ) -> None:
-    """Apply the table's rule to each old key, with or without `prefix`.
+    """Apply to each old key its rule in a table.
 
-    Raises ConfigError for a key that the table lacks, and suggests the nearest one; `what` names
-    the file in the message. On a lenient sheet unknown keys and unsupported values become notes.
+    On a lenient sheet unknown keys and unsupported values become notes.
+
+    Args:
+        table: Key → rule.
+        sheet: The sheet that the rules write on.
+        old_keys: The keys of the old file.
+        what: What the keys are of, for errors: `a DeepSpeed config`.
+        prefix: What the old keys may begin with, in addition to their name in the table.
+
+    Raises ConfigError for a key that the table lacks, and suggests the nearest one.
     """
-    for old in olds:
+    for old in old_keys:
         key = old.key.removeprefix(prefix)
         rule = table.get(key)
         if rule is None:
@@ -241,7 +274,7 @@ def _suggestion(key: str, table: Mapping[str, Rule], prefix: str) -> str:
 
 
 def _report_unknown(sheet: Sheet, old: OldKey, what: str, suggestion: str) -> None:
-    """Report a key that no table has: a note on a lenient sheet, else ConfigError."""
+    """Add a note about a key that no table has, if the sheet is lenient; else raise ConfigError."""
     if sheet.lenient:
         note = f"unknown key of {what}"
         if suggestion:

@@ -1,4 +1,4 @@
-"""The keys of another tool's file, and the sheet on which rules write the new config."""
+"""The keys of another tool's file, and the new config (the sheet) that rules make of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from drumline.errors import ConfigError
 from drumline.system.redact import SECRET, redact
 from drumline.system.yaml_lines import Place
 
-AUTO = ("auto", None)  # values that set nothing
+# Values of an old key that set nothing.
+AUTO = ("auto", None)
 
 
 class Unsupported(ConfigError):
@@ -32,7 +33,7 @@ class Source:
 
 @dataclass(frozen=True)
 class OldKey:
-    """One key of another tool's file, with its value.
+    """A key of another tool's file, with its value, which may be a section of more keys.
 
     `key` is its name in the tables of rules, `place` is its position in the file.
     """
@@ -50,7 +51,7 @@ class OldKey:
             file += f":{self.source.lines[self.place]}"
         return f"{file}: {'.'.join(self.place)}"
 
-    def inside(self) -> list[OldKey]:
+    def children(self) -> list[OldKey]:
         """Return the keys of this section; none if it is empty.
 
         Raises ConfigError if the value is not a section.
@@ -65,9 +66,9 @@ class OldKey:
             )
         return section_keys(self.value, self.source, self.place)
 
-    def by_key(self) -> dict[str, OldKey]:
-        """Return the keys of this section by name, as `inside` does."""
-        return {each.key: each for each in self.inside()}
+    def children_by_key(self) -> dict[str, OldKey]:
+        """Return the keys of this section by name, as `children` does."""
+        return {each.key: each for each in self.children()}
 
 
 @dataclass
@@ -76,15 +77,17 @@ class Sheet:
 
     Args:
         base: the folder of the old file.
-        folder: the folder of the new config. Its paths are relative to it; None makes them
-            absolute.
+        folder: the folder of the new config, which its paths are relative to; None makes them
+        absolute.
         values: the sections and values of the new config.
-        origins: the old key behind each new value, by the position of the value.
-        waiting: old keys that wait until a group combines them, by their name in the tables.
-        notes: lines that tell the user what lost its meaning.
-        weak: positions of values that yield to a config's own values without an error.
-        resume: what the old file resumes from; None: it starts afresh.
-        lenient: leave out what Drumline lacks, and write a note in place of an error.
+        origins: position of a value in the new config → the old key that it comes from.
+        waiting: old keys, by their name in the tables, whose meaning depends on other keys. A
+        function
+            of the tool takes them when all keys of the file have been read.
+        notes: lines that tell the user which keys have no meaning here.
+        yielding: positions of values that the user's own config may replace without an error.
+        resume: what the old file resumes from; None if it begins anew.
+        lenient: whether a key whose effect Drumline lacks gets a note in place of an error.
     """
 
     base: Path
@@ -93,57 +96,73 @@ class Sheet:
     origins: dict[Place, OldKey] = field(default_factory=dict)
     waiting: dict[str, OldKey] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    weak: set[Place] = field(default_factory=set)
+    yielding: set[Place] = field(default_factory=set)
     resume: Resume | None = None
     lenient: bool = False
 
     def put(self, dotted: str, value: Any, old: OldKey, over: Any = None) -> None:
-        """Set a value of the new config. `dotted` is its `section.key`, `old` the key it comes from.
+        """Set a value of the new config.
 
-        Raises ConfigError if another old key has set a different value. `over` is a value that may
-        be replaced.
+        Args:
+            dotted: `section.key` of the new config. The tables never set a key below another value.
+            value: the value.
+            old: the old key that the value comes from.
+            over: a value of another old key that this one may replace; by default the value None.
+
+        Raises ConfigError if another old key has set a different value.
         """
         place = tuple(dotted.split("."))
         *sections, last = place
-        inside = self.values
+        section = self.values
         for name in sections:
-            inside = inside.setdefault(name, {})
-        if last in inside and inside[last] not in (value, over):
+            section = section.setdefault(name, {})
+        if last in section and section[last] not in (value, over):
             raise contradiction(old, self.origins[place])
-        inside[last] = value
+        section[last] = value
         self.origins[place] = old
         for length in range(1, len(place)):
             self.origins.setdefault(place[:length], old)
 
     def get(self, dotted: str, default: Any = None) -> Any:
         """Return the value of `section.key` that is set so far, else `default`."""
-        inside: Any = self.values
+        section: Any = self.values
         for name in dotted.split("."):
-            if not isinstance(inside, dict):
+            if not isinstance(section, dict):
                 return default
-            inside = inside.get(name)
-        if inside is None:
+            section = section.get(name)
+        if section is None:
             return default
-        return inside
+        return section
 
     @property
     def set_at(self) -> dict[Place, str]:
-        """The position in the old file of each new value, as text."""
+        """Position of a value in the new config → its place in the old file, as text.
+
+        Positions whose values were removed again are also here.
+        """
         return {place: old.where for place, old in self.origins.items()}
 
     def note(self, old: OldKey, text: str) -> None:
-        """Add a note about a key that has no meaning here, or a different one."""
+        """Add a note about an old key that has no meaning here, or a different one. `text`: why."""
         self.notes.append(f"{old.where}: {format_for_note(old)}: {text}")
 
     def report_unsupported(self, old: OldKey, why: str, fix: str) -> None:
-        """Report a key whose effect Drumline lacks: a note on a lenient sheet, else ConfigError."""
+        """Add a note about an old key whose effect Drumline lacks, if the sheet is lenient.
+
+        Raises ConfigError on any other sheet.
+
+        Args:
+            old: the old key.
+            why: why it has no effect here.
+            fix: what to write instead.
+        """
         if not self.lenient:
             raise translation_error(old, f"{format_value(old.value)} given: {why}", fix)
         self.note(old, f"left out: {why} — {fix}")
 
 
 def take_waiting(sheet: Sheet, *names: str) -> dict[str, OldKey]:
-    """Remove the named keys from the waiting ones and return those that were there."""
+    """Remove keys of these names from `sheet.waiting`, and return those that were there, by name."""
     return {name: sheet.waiting.pop(name) for name in names if name in sheet.waiting}
 
 
@@ -153,13 +172,13 @@ def translation_error(old: OldKey, what: str, fix: str) -> ConfigError:
 
 
 def contradiction(old: OldKey, other: OldKey) -> ConfigError:
-    """Return the error for two old keys that exclude each other."""
+    """Return the error for two old keys that contradict each other."""
     what = f"{format_value(old.value)}, but {other.where} says {format_value(other.value)}"
     return translation_error(old, what, "keep one of them")
 
 
 def format_value(value: Any) -> str:
-    """Return a value as YAML writes it, or the kind of a list or section."""
+    """Return a value as text for an error; of a list or section only what it is."""
     if isinstance(value, list):
         return "a list"
     if isinstance(value, dict):
@@ -185,5 +204,5 @@ def format_for_note(old: OldKey) -> str:
 
 
 def section_keys(values: dict[Any, Any], source: Source, place: Place = ()) -> list[OldKey]:
-    """Return the keys of a section whose position is `place`."""
+    """Return the keys of a section. `place`: the position of the section in the file."""
     return [OldKey(str(key), value, source, (*place, str(key))) for key, value in values.items()]

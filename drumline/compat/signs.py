@@ -1,4 +1,4 @@
-"""Tell by distinctive keys which tool a config is of."""
+"""Recognise by distinctive keys which tool a config belongs to."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from drumline.config.config import Config
 from drumline.config.registry import Spec
 
-# The words for the file of each tool in errors, for tools whose configs another distribution reads.
+# Tools whose configs another distribution reads → what errors call such a file.
 TITLES = {
     "llama_factory": "a config of LLaMA-Factory",
     "axolotl": "a config of Axolotl",
     "training": "a file of training arguments, as transformers and TRL have them",
 }
-# Keys that only Axolotl's configs have beside base_model.
+# A config with base_model and one of these keys is Axolotl's.
 AXOLOTL_KEYS = {
     "sequence_len",
     "sample_packing",
@@ -24,7 +24,8 @@ AXOLOTL_KEYS = {
 }
 DEEPSPEED_KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu"}
 ACCELERATE_KEYS = {"compute_environment", "distributed_type"}
-# Frequent arguments, and sections of arguments. None is a key of accelerate or DeepSpeed.
+# Frequent training arguments of transformers and TRL, and the sections that hold them. None is a
+# key of accelerate or DeepSpeed.
 TRAINING_KEYS = {
     "dataset_name",
     "eval_strategy",
@@ -51,7 +52,7 @@ TRAINING_KEYS = {
 
 
 def is_llama_factory(keys: set[str]) -> bool:
-    """Return True for the keys of a config of LLaMA-Factory."""
+    """Return True for the keys of a config of LLaMA-Factory. One of the first two is enough."""
     return bool({"stage", "finetuning_type"} & keys) or {"dataset", "template"} <= keys
 
 
@@ -61,7 +62,7 @@ def is_axolotl(keys: set[str]) -> bool:
 
 
 def tool_by_signs(values: Mapping[Any, Any]) -> str | None:
-    """Return the key of TITLES that a file's keys point to; None if they point to none."""
+    """Return the tool (a key of TITLES) that a file's keys are typical of; None for no such tool."""
     keys = {str(key) for key in values}
     if is_llama_factory(keys):
         return "llama_factory"
@@ -83,7 +84,7 @@ def launcher_by_signs(values: Mapping[Any, Any]) -> str | None:
 
 
 def own_keys(name: str) -> set[str]:
-    """Return the keys of Drumline's own section of that name; none if there is no such section."""
+    """Return the keys of a section of Drumline's config; none if it has no section of that name."""
     field = Config.model_fields.get(name)
     if field is None:
         return set()
@@ -91,15 +92,15 @@ def own_keys(name: str) -> set[str]:
 
 
 def has_only_own_keys(values: Mapping[Any, Any]) -> bool:
-    """Return True if all keys are Drumline's own, at the top and in each section.
+    """Return True if all keys are Drumline's own, at the top level and in each section.
 
-    Sections whose keys depend on their kind count as own: other tools have none of their names.
+    The keys of a section with a `kind` are not examined: no other tool has a section of its name.
     """
     return all(_is_own(str(name), section) for name, section in values.items())
 
 
 def _is_own(name: str, section: Any) -> bool:
-    """Return True if a key at the top is Drumline's own, with all keys below it."""
+    """Return True if a key of the top level is Drumline's own, and all keys below it are."""
     field = Config.model_fields.get(name)
     if field is None:
         return False

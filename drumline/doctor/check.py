@@ -1,4 +1,4 @@
-"""The results of checks: of each host, in a table, and compared between hosts.
+"""The results of checks: of each host, as a table, and compared between hosts.
 
 This module does not import torch.
 """
@@ -16,56 +16,58 @@ from drumline.system.output import plural
 
 Verdict = Literal["ok", "warn", "fail"]
 MARKS: dict[str, str] = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[red]✗[/]"}
-# Facts that may differ between hosts. The run is then at worst slower.
+# Facts that may differ between hosts, since a run is then at worst slower.
 MAY_DIFFER = ("GPUs", "driver")
 
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check: what was found, in one line, and how to fix it if it is not ok."""
+    """The result of one check."""
 
     name: str
+    # What was found, in one line.
     found: str
     verdict: Verdict = "ok"
+    # How to fix it; it is shown only if the verdict is not ok.
     fix: str = ""
 
 
 def warn_if(is_doubtful: bool) -> Verdict:
-    """Return the verdict of a check that warns if something is doubtful."""
+    """Return the verdict `warn` if something is doubtful, else `ok`."""
     return "warn" if is_doubtful else "ok"
 
 
 def fail_if(is_faulty: bool) -> Verdict:
-    """Return the verdict of a check that fails if something is faulty."""
+    """Return the verdict `fail` if something is faulty, else `ok`."""
     return "fail" if is_faulty else "ok"
 
 
 @dataclass(frozen=True)
-class Host:
-    """What was found on a host; with the name `all`, what concerns all hosts together."""
+class HostReport:
+    """What was found on a host. The report named `all` has what concerns all hosts together."""
 
     name: str
     checks: tuple[Check, ...]
-    # Values that are compared between hosts, by name. A difference fails the check, or warns if
-    # MAY_DIFFER has the name.
+    # Values that are compared between hosts, by name. A difference is a failed check, or a warning
+    # if MAY_DIFFER has the name.
     facts: Mapping[str, str]
-    # Number of ranks that it would have; 0 if it could not be reached.
+    # Number of ranks that the host would have; 0 if it could not be reached.
     ranks: int = 0
-    # A port that is free there.
+    # A port that is free on the host; 0 if it is not known.
     port: int = 0
 
-    def values(self) -> dict[str, Any]:
-        """Return the host for JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as values that JSON can hold."""
         return asdict(self)
 
     @staticmethod
-    def of(values: Mapping[str, Any]) -> Host:
-        """Return the host that was sent as JSON."""
+    def from_json(values: Mapping[str, Any]) -> HostReport:
+        """Return the report whose `to_json` gave these values."""
         checks = tuple(Check(**check) for check in values["checks"])
-        return Host(**{**values, "checks": checks})
+        return HostReport(**{**values, "checks": checks})
 
 
-def table(hosts: Sequence[Host]) -> Table:
+def table(hosts: Sequence[HostReport]) -> Table:
     """Return a table with a row for each check. A check that is not ok has its fix below it."""
     from rich.markup import escape
 
@@ -86,14 +88,14 @@ def table(hosts: Sequence[Host]) -> Table:
     return rows
 
 
-def differences(hosts: Sequence[Host]) -> tuple[Check, ...]:
-    """Return a check for each fact that differs between hosts, or one that says that none does.
+def differences(hosts: Sequence[HostReport]) -> tuple[Check, ...]:
+    """Return a check for each fact that differs between hosts.
 
-    There is none for one host alone.
+    If no fact differs, the result is one check that says so. For a single host it is empty.
     """
     if len(hosts) < 2:
         return ()
-    # A dictionary keeps the order in which the hosts name their facts.
+    # A dictionary in place of a set, because it keeps the order of the facts.
     names: dict[str, None] = {}
     for host in hosts:
         names.update(dict.fromkeys(host.facts))

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from drumline.config.launcher import LauncherSpec
-from drumline.doctor.check import Host, table
+from drumline.doctor.check import HostReport, table
 from drumline.doctor.diagnose import STDIN, Finding, diagnose, ranks_without_log
 from drumline.doctor.host import Question, examine
 from drumline.doctor.hosts import all_reduce, compare_hosts, examine_hosts
@@ -26,21 +26,22 @@ CPU_RANKS = 2
 def doctor(place: str | None, bandwidth: bool, as_json: bool, overrides: Sequence[str] = ()) -> int:
     """Check what a run needs, or find why a run failed; return the exit code.
 
-    The code is 1 if a check failed, or if the logs tell why the run failed.
+    The exit code is 1 if a check failed, or if the logs tell why the run failed, and otherwise 0.
 
     Args:
-        place: Before a run, its config, or None to check this host; after it, the run folder, a
-            log, or - for standard input.
-        bandwidth: Also measure between pairs of ranks.
-        as_json: Print JSON instead of text.
-        overrides: Values of the config that replace its own, as `key=value`.
+        place: Before a run: its config, or None to check this host. After a run: its folder, a log,
+            or `-` for standard input.
+        bandwidth: Whether to measure between pairs of ranks, too.
+        as_json: Whether to print JSON instead of text.
+        overrides: Values that replace those of the config, as `key=value`.
 
-    Raises UserError if there is nothing at `place`, and for overrides without a config.
+    Raises UserError if there is nothing at `place`, for overrides without a config, and for
+    `bandwidth` after a run.
     """
     if place is None:
-        return _before(None, (), bandwidth, as_json)
+        return _check_hosts(None, (), bandwidth, as_json)
     if Path(place).suffix in (".yaml", ".yml") and not Path(place).is_dir():
-        return _before(Path(place), overrides, bandwidth, as_json)
+        return _check_hosts(Path(place), overrides, bandwidth, as_json)
     if overrides:
         raise UserError(
             "only a config has values to replace",
@@ -59,11 +60,11 @@ def doctor(place: str | None, bandwidth: bool, as_json: bool, overrides: Sequenc
             where=place,
             fix="name one that is there, or - for standard input",
         )
-    return _after(place, as_json)
+    return _explain_failure(place, as_json)
 
 
-def _after(place: str, as_json: bool) -> int:
-    """Print what the logs of a run say; return the exit code."""
+def _explain_failure(place: str, as_json: bool) -> int:
+    """Print why a run failed, by its logs, and return the exit code."""
     findings = diagnose(place)
     silent: list[int] = []
     if Path(place).is_dir():
@@ -83,11 +84,11 @@ def _print_json(values: object) -> None:
 
 
 def as_text(findings: Sequence[Finding], silent: Sequence[int] = ()) -> str:
-    """Return the findings as text: causes with their evidence, and a line for each consequence.
+    """Return the findings as text: each cause with its evidence and fix, each consequence in one line.
 
     Args:
         findings: The findings, those of the newest attempt first.
-        silent: Ranks without a log.
+        silent: The ranks that wrote no log in the newest attempt.
     """
     lines = []
     attempt = None
@@ -102,7 +103,7 @@ def as_text(findings: Sequence[Finding], silent: Sequence[int] = ()) -> str:
     if not lines:
         lines.append("✓ no signature of a fault was found")
     text = "\n".join(lines)
-    # Logs may hold sequences that would command the terminal.
+    # Logs may contain escape sequences, which the terminal would obey.
     return printable(text.rstrip())
 
 
@@ -114,14 +115,14 @@ def _finding_lines(finding: Finding) -> list[str]:
     elif finding.ranks:
         ranks = f"{len(finding.ranks)} ranks: "
     evidence = finding.evidence
-    if finding.follows:
-        causes = ", ".join(finding.follows)
+    if finding.caused_by:
+        causes = ", ".join(finding.caused_by)
         return [f"  in consequence of {causes}: {ranks}{finding.cause} ({evidence.place})"]
     signature = finding.signature
     mark = "!" if signature.warn else "✗"
     more = ""
-    if finding.lines > 1:
-        more = f" (and {plural(finding.lines - 1, 'more line')})"
+    if finding.line_count > 1:
+        more = f" (and {plural(finding.line_count - 1, 'more line')})"
     return [
         f"{mark} {ranks}{finding.cause}  [{signature.name}]",
         f"    evidence  {evidence.place}{more}",
@@ -130,8 +131,17 @@ def _finding_lines(finding: Finding) -> list[str]:
     ]
 
 
-def _before(config: Path | None, overrides: Sequence[str], bandwidth: bool, as_json: bool) -> int:
-    """Check the hosts of a run, or this one, and print the checks; return the exit code."""
+def _check_hosts(
+    config: Path | None, overrides: Sequence[str], bandwidth: bool, as_json: bool
+) -> int:
+    """Check the hosts of a run, print the checks and return the exit code.
+
+    Args:
+        config: The config of the run; None to check this host alone.
+        overrides: Values that replace those of the config, as `key=value`.
+        bandwidth: Whether to measure between pairs of ranks, too.
+        as_json: Whether to print JSON instead of a table.
+    """
     question = Question()
     inter = OTHER_NETWORK
     launcher = None
@@ -147,9 +157,9 @@ def _before(config: Path | None, overrides: Sequence[str], bandwidth: bool, as_j
         ranks = len(machine.devices) or CPU_RANKS
         host_of_rank = [host.name] * ranks
         checks = all_reduce(host_of_rank, machine, bandwidth, inter, host.port)
-        hosts = [host, Host(host.name, checks, {})]
+        hosts = [host, HostReport(host.name, checks, {})]
     if as_json:
-        _print_json({"hosts": [host.values() for host in hosts]})
+        _print_json({"hosts": [host.to_json() for host in hosts]})
     else:
         Console().print(table(hosts))
     has_failed = False
@@ -162,9 +172,9 @@ def _before(config: Path | None, overrides: Sequence[str], bandwidth: bool, as_j
 def read_question(
     config: Path, overrides: Sequence[str] = ()
 ) -> tuple[Question, str, LauncherSpec]:
-    """Return what a run of a config needs of a host, the link between its hosts, and its launcher.
+    """Return what a run needs of a host, the name of the link between its hosts, and its launcher.
 
-    Raises ConfigError.
+    Raises ConfigError for a config that cannot be loaded.
     """
     from drumline.config.data import FileSource, SavedSource
     from drumline.config.load import load
@@ -194,7 +204,7 @@ def read_question(
 
 
 def _model_folder(model: str | None) -> str | None:
-    """Return the folder that `model.id` names; None if it names a model of the hub, or none."""
+    """Return the folder that `model.id` names; None for a model of the hub, or without a model."""
     if not model:
         return None
     folder = expanded(model)
@@ -204,12 +214,13 @@ def _model_folder(model: str | None) -> str | None:
 
 
 def _files(pattern: str, base: Path) -> list[str]:
-    """Return the files that a path or glob names; empty for a URL.
+    """Return the files of a source of data; none for a URL.
 
-    If there are none, it is the path itself, so that a check says that it is missing.
+    If the pattern matches no file, the result is the pattern itself, so that a check reports that
+    it is missing.
 
     Args:
-        pattern: As in the config.
+        pattern: A path, a glob or a URL, as in the config.
         base: The folder that relative paths start from.
     """
     from glob import glob

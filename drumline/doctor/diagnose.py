@@ -1,7 +1,8 @@
 """`drumline doctor RUN`: find in the logs and events of a run why it failed.
 
-It also reads the output of any other program. Lines are matched against the table of signatures;
-logs may have gigabytes, so they are read in pieces, and matched lines are counted, not kept.
+The output of any other program can be read as well. Lines are matched against the table of
+signatures. Logs may have gigabytes, so they are read in pieces, and matching lines are counted, not
+kept.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ STDIN = "-"
 EVENTS = "events.jsonl"
 # A plan with more ranks is damaged.
 MOST_RANKS = 2**17
-# Bytes that are searched at once.
+# Bytes of a log that are searched at once.
 PIECE = 2**22
-# Characters of a line that are shown as evidence.
+# The most characters of a line that are shown as evidence.
 SHOWN = 300
 # Characters of a line that are searched for a rank, an attempt and a time.
 LONGEST_LINE = 8 * SHOWN
+# Endings of the names of logs.
 LOGS = {".log", ".out", ".err", ".txt"}
-# Folders of a run that hold no logs.
+# Folders of a run without logs.
 NO_LOGS = {"checkpoints", "export", "cache", "tensorboard"}
-# The data loader is slow if a step waits at least this share of its time and this many seconds for
-# data, by the medians of the last steps.
+# The data loader is slow if the median of the last WAITED_STEPS steps waits for data at least this
+# share of its time, and at least this many seconds.
 WAITED = 0.3
 WAITED_SECONDS = 0.05
 WAITED_STEPS = 20
@@ -73,35 +75,41 @@ class Evidence:
     """A line of a log that a signature matches."""
 
     path: str
-    line: int  # its number, from 1
-    text: str  # without secrets, at most SHOWN characters
+    # Counted from 1.
+    line_number: int
+    # The line without secrets, cut after SHOWN characters.
+    text: str
+    # The attempt of the run, counted from 1; 0 if it is not known.
     attempt: int = 0
+    # None if it is not known.
     rank: int | None = None
-    at: float | None = None  # unix seconds; None: not known
+    # Unix seconds; None if the time is not known.
+    at: float | None = None
 
     @property
     def place(self) -> str:
-        """Return the file and the line."""
-        return f"{self.path}:{self.line}"
+        """The path and the number of the line, as `path:number`."""
+        return f"{self.path}:{self.line_number}"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A signature that was found in an attempt."""
+    """A signature that matches lines of one attempt."""
 
     signature: Signature
+    # The cause with the names that the lines give.
     cause: str
     # The first line that the signature matches.
     evidence: Evidence
     # How many lines it matches.
-    lines: int = 1
+    line_count: int = 1
     # The ranks that wrote these lines.
     ranks: tuple[int, ...] = ()
-    # Names of the findings that it is a consequence of.
-    follows: tuple[str, ...] = ()
+    # Names of the other findings of the attempt that it is a consequence of.
+    caused_by: tuple[str, ...] = ()
 
     def values(self) -> dict[str, object]:
-        """Return the finding for JSON."""
+        """Return the finding as values for JSON."""
         return {
             "name": self.signature.name,
             "kind": self.signature.kind,
@@ -110,39 +118,39 @@ class Finding:
             "fix": self.signature.fix,
             "place": self.evidence.place,
             "text": self.evidence.text,
-            "lines": self.lines,
+            "lines": self.line_count,
             "attempt": self.evidence.attempt,
             "ranks": list(self.ranks),
-            "consequence_of": list(self.follows),
+            "consequence_of": list(self.caused_by),
         }
 
 
-class Line(NamedTuple):
-    """A line that a signature matches. It holds no more of the log than what is shown."""
+class MatchedLine(NamedTuple):
+    """A line that a signature matches. It keeps no more of the log than what is shown."""
 
     signature: Signature
-    # What the groups of the signature's pattern matched, by their names.
+    # Name of a group in the signature's pattern → the text that it matched.
     names: dict[str, str]
     evidence: Evidence
 
 
 @dataclass
-class _Lines:
+class _MatchGroup:
     """The lines that one signature matches in one attempt.
 
-    Only the first is kept and the rest are counted, since a log of gigabytes may be full of them.
+    Only the first is kept, and all are counted, since a log of gigabytes may be full of them.
     """
 
     signature: Signature
     first: Evidence
-    first_with_names: Line | None = None
-    number: int = 0
+    first_with_names: MatchedLine | None = None
+    count: int = 0
     ranks: set[int] = field(default_factory=set)
 
-    def add(self, line: Line) -> None:
-        """Count a line. Lines come file by file, so a later one may be earlier in time."""
+    def add(self, line: MatchedLine) -> None:
+        """Count a line. Lines come file by file, so a line may be earlier in time than those before it."""
         evidence = line.evidence
-        self.number += 1
+        self.count += 1
         self.first = min(self.first, evidence, key=_order)
         if evidence.rank is not None:
             self.ranks.add(evidence.rank)
@@ -153,20 +161,25 @@ class _Lines:
             self.first_with_names = line
 
     def finding(self) -> Finding:
-        """Return what was found. The cause has the names of the first line that gives some."""
+        """Return the finding. The names in its cause are those of the first line that has names."""
         names: dict[str, str] = {}
         if self.first_with_names is not None:
             names = self.first_with_names.names
         cause = self.signature.explain(names)
         ranks = tuple(sorted(self.ranks))
-        return Finding(self.signature, cause, self.first, self.number, ranks)
+        return Finding(self.signature, cause, self.first, self.count, ranks)
 
 
 def diagnose(place: str) -> list[Finding]:
-    """Return the findings of a run folder, another folder of logs, a file, or standard input (`-`).
+    """Return the findings of a run, in the order in which to read them.
 
-    Those of the newest attempt come first; in an attempt the causes come before their consequences,
-    and the earliest first. Raises UserError if there is nothing to read.
+    The newest attempt comes first. Within an attempt causes come before their consequences, and of
+    two causes the earlier one comes first.
+
+    Args:
+        place: A run folder, another folder with logs, a file, or `-` for standard input.
+
+    Raises UserError if there is nothing to read.
     """
     if place == STDIN:
         return order_findings(search(sys.stdin.buffer, "<stdin>"))
@@ -181,7 +194,7 @@ def diagnose(place: str) -> list[Finding]:
             where=place,
             fix="name a run folder, a log file, or - for standard input",
         )
-    lines: list[Iterator[Line]] = []
+    lines: list[Iterator[MatchedLine]] = []
     for file in files:
         # A file that the user names must be readable; one of many in a folder need not.
         if file == path:
@@ -191,18 +204,18 @@ def diagnose(place: str) -> list[Finding]:
     return order_findings(chain(*lines, _find_slow_loader(path / EVENTS), _find_damage(path)))
 
 
-def advice(text: str) -> Finding | None:
-    """Return the first cause that a text holds.
+def find_likely_cause(text: str) -> Finding | None:
+    """Return the first finding of a text that is a cause.
 
-    None if it only holds consequences, or errors that no signature knows.
+    None if the text has only warnings, consequences, and errors that no signature knows.
     """
     file = io.BytesIO(text.encode(errors="replace"))
     for finding in order_findings(search(file, "")):
         signature = finding.signature
         if signature.warn or signature.kind == "unknown":
             continue
-        # Causes come first, so if this is none, there is none.
-        is_consequence = bool(finding.follows) or ANY in signature.after
+        # Causes come before consequences, so after a consequence there is none.
+        is_consequence = bool(finding.caused_by) or ANY in signature.after
         if is_consequence:
             return None
         return finding
@@ -210,7 +223,7 @@ def advice(text: str) -> Finding | None:
 
 
 def _logs(folder: Path) -> Iterator[Path]:
-    """Give the logs and events of a folder, in any order."""
+    """Yield the paths of the logs and events in a folder and below it, in any order."""
     for path in folder.rglob("*"):
         if path.suffix not in LOGS and path.name != EVENTS:
             continue
@@ -221,10 +234,10 @@ def _logs(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def _search_readable(path: Path, place: Path) -> Iterator[Line]:
-    """Search one of a folder's files.
+def _search_readable(path: Path, place: Path) -> Iterator[MatchedLine]:
+    """Yield the matched lines of one of several files in a folder.
 
-    If it cannot be read, that is a finding beside those of the others.
+    A file that cannot be read does not end the search, but becomes a finding itself.
     """
     try:
         yield from _search_file(path, place)
@@ -235,11 +248,15 @@ def _search_readable(path: Path, place: Path) -> Iterator[Line]:
         yield from _doctor_lines(f"a record is damaged: {error.what}", path, 1)
 
 
-def _search_file(path: Path, place: Path) -> Iterator[Line]:
-    """Search a file that is `place` or below it.
+def _search_file(path: Path, place: Path) -> Iterator[MatchedLine]:
+    """Yield the matched lines of a file.
 
-    Lines that do not name their attempt and rank have those of the file's name. Lines without a
-    time have that of the rank's end.
+    A line that does not name its attempt or rank gets those of the file's name. A line without a
+    time gets the time at which its rank ended.
+
+    Args:
+        path: The file.
+        place: The file itself, or the folder that is searched.
     """
     with open_plain(path, UserError) as file:
         rank_of_file = _first_number(_RANK_FILE.search(str(path)))
@@ -248,14 +265,14 @@ def _search_file(path: Path, place: Path) -> Iterator[Line]:
             rank = evidence.rank
             if rank is None:
                 rank = rank_of_file
-            attempt = evidence.attempt or attempts.at(evidence.line)
+            attempt = evidence.attempt or attempts.at(evidence.line_number)
             time = evidence.at or _end_of_rank(path)
             whole = replace(evidence, attempt=attempt, rank=rank, at=time)
-            yield Line(signature, names, whole)
+            yield MatchedLine(signature, names, whole)
 
 
 def _first_number(match: re.Match[str] | None) -> int | None:
-    """Return the first group of a match that is there, as a number."""
+    """Return the first group of a match that has a text, as a number; None if none has."""
     if match is None:
         return None
     for group in match.groups():
@@ -268,19 +285,24 @@ def _first_number(match: re.Match[str] | None) -> int | None:
 class _Attempts:
     """The attempt that each line of a file belongs to."""
 
-    # The first line of each attempt, ascending.
+    # The number of the first line of each attempt, ascending.
     first_lines: list[int]
-    # The numbers of these attempts.
+    # The numbers of these attempts, from 1; 0 if the attempt is not known.
     numbers: list[int]
 
     def at(self, line: int) -> int:
-        """Return the attempt of a line."""
+        """Return the number of the attempt that a line belongs to."""
         following = bisect_right(self.first_lines, line)
         return self.numbers[following - 1]
 
     @staticmethod
     def of_file(path: Path, place: Path) -> _Attempts:
-        """Return the attempts of a file that is `place` or below it, by its events or its name."""
+        """Return the attempts in a file: by its events, or else by its name.
+
+        Args:
+            path: The file.
+            place: The file itself, or the folder that is searched.
+        """
         if path.name == EVENTS:
             return _Attempts.of_events(path)
         # Folders above the run may be named like an attempt.
@@ -295,9 +317,10 @@ class _Attempts:
 
     @staticmethod
     def of_events(events: Path) -> _Attempts:
-        """Return the attempts of a file of events.
+        """Return the attempts in a file of events.
 
-        A start may fail before it writes `run_start`; then the fault after it gives its number.
+        An attempt begins with the event `run_start`, and ends with `fault`, which has its number.
+        If an attempt failed before it wrote `run_start`, its fault alone tells its number.
         """
         attempts = _Attempts([0], [0])
         has_started = False
@@ -318,17 +341,16 @@ class _Attempts:
         return attempts
 
     def start_next(self, line: int) -> None:
-        """Let the next attempt start at a line."""
+        """Add the next attempt. `line`: the number of its first line."""
         self.first_lines.append(line)
         self.numbers.append(self.numbers[-1] + 1)
 
 
 def _end_of_rank(log: Path) -> float | None:
-    """Return when a rank ended, in unix seconds.
+    """Return the time at which a rank ended, in unix seconds.
 
-    It is the time of the error in the .json file beside its log, else when the log was last written.
-
-    None if neither can be read.
+    It is the time of the error in the .json file beside the rank's log, or else the time at which
+    the log was last written. None if neither can be read.
     """
     noted = log.with_suffix(".json")
     try:
@@ -340,15 +362,17 @@ def _end_of_rank(log: Path) -> float | None:
         return None
 
 
-def search(file: BinaryIO, name: str) -> Iterator[Line]:
-    """Give each line that a signature matches once, by the first signature that does.
+def search(file: BinaryIO, name: str) -> Iterator[MatchedLine]:
+    """Yield each line that a signature matches, once, with the first signature that matches it.
 
-    `name`: of the file, for the evidence.
+    Args:
+        file: The log.
+        name: The name of the log, for the evidence.
     """
     line_number = 1
     for text in _pieces(file):
         matches = _matches(text)
-        counted = 0  # characters whose lines are in `line_number`
+        counted = 0  # characters before this index are counted in `line_number`
         for start in sorted(matches):
             line_number += text.count("\n", counted, start)
             counted = start
@@ -359,12 +383,12 @@ def search(file: BinaryIO, name: str) -> Iterator[Line]:
                 if value:
                     names[group] = value
             line, _, _ = text[start : start + LONGEST_LINE].partition("\n")
-            yield Line(signature, names, _evidence(name, line_number, line))
+            yield MatchedLine(signature, names, _evidence(name, line_number, line))
         line_number += text.count("\n", counted)
 
 
 def _matches(text: str) -> dict[int, tuple[Signature, re.Match[str]]]:
-    """Return index of a line's first character → the first signature that matches the line."""
+    """Return the index of a line's first character → the first signature that matches the line."""
     matches: dict[int, tuple[Signature, re.Match[str]]] = {}
     # The table has special signatures before general ones, so the first match is the best.
     for signature in signatures():
@@ -376,16 +400,16 @@ def _matches(text: str) -> dict[int, tuple[Signature, re.Match[str]]]:
 
 
 def _pieces(file: BinaryIO) -> Iterator[str]:
-    """Give the text of a file in pieces of whole lines, without colours.
+    """Yield the text of a file in pieces of whole lines, as `_plain` returns it.
 
-    A line that is longer than a piece is cut.
+    A line that is longer than a piece is split.
     """
     rest = b""
     while True:
         piece = file.read(PIECE)
         if not piece:
             break
-        # The last line of a piece goes on in the next.
+        # The last line of a piece may continue in the next piece.
         whole, end, rest = (rest + piece).rpartition(b"\n")
         if len(rest) > PIECE:
             whole, end, rest = rest, b"", b""
@@ -397,7 +421,7 @@ def _pieces(file: BinaryIO) -> Iterator[str]:
 def _plain(text: bytes) -> str:
     """Return the text of a log without colours and without texts that a model wrote or read."""
     lines = text.decode(errors="replace")
-    # Progress bars overwrite their line by carriage returns, which are no ends of lines.
+    # Progress bars overwrite their line by carriage returns, which do not end a line.
     lines = lines.replace("\r\n", "\n").replace("\r", " ")
     lines = _COLOUR.sub("", lines)
     lines = _TEXTS.sub(r"\1}", lines)
@@ -418,9 +442,9 @@ def _evidence(name: str, number: int, line: str) -> Evidence:
 
 
 def moment(line: str) -> float | None:
-    """Return the time that a line begins with, or names, in unix seconds.
+    """Return the time that a line begins with or contains, in unix seconds; None if it has none.
 
-    A time without a zone is local, and one without a year is of this year. None if there is none.
+    A time without a time zone is taken for local time, and one without a year for this year's.
     """
     try:
         event = _EVENT.search(line)
@@ -441,57 +465,61 @@ def moment(line: str) -> float | None:
     return None
 
 
-def order_findings(found: Iterable[Line]) -> list[Finding]:
-    """Return one finding for each signature and attempt, in the order in which to read them."""
-    groups: dict[tuple[int, str], _Lines] = {}
+def order_findings(found: Iterable[MatchedLine]) -> list[Finding]:
+    """Return a finding for each signature in each attempt, in the order in which to read them."""
+    groups: dict[tuple[int, str], _MatchGroup] = {}
     for line in found:
         key = (line.evidence.attempt, line.signature.name)
         if key not in groups:
-            groups[key] = _Lines(line.signature, line.evidence)
+            groups[key] = _MatchGroup(line.signature, line.evidence)
         groups[key].add(line)
     findings = []
-    for lines in groups.values():
-        # Some messages mean a fault only if they are repeated.
-        if lines.number >= lines.signature.least:
-            findings.append(lines.finding())
+    for group in groups.values():
+        # Some messages are a fault only if they are repeated.
+        if group.count >= group.signature.least:
+            findings.append(group.finding())
     with_causes = []
     for finding in findings:
         causes = _causes(finding, findings)
-        with_causes.append(replace(finding, follows=causes))
+        with_causes.append(replace(finding, caused_by=causes))
     return sorted(with_causes, key=_reading_order)
 
 
 def _reading_order(finding: Finding) -> tuple[object, ...]:
-    """Return the sort key of a finding: newest attempt, faults, causes, and known errors first."""
+    """Return the sort key of a finding.
+
+    The newest attempt comes first, then faults before warnings, causes before consequences, known
+    errors before unknown ones, and earlier lines before later ones.
+    """
     signature = finding.signature
     return (
         -finding.evidence.attempt,
         signature.warn,
-        bool(finding.follows),
+        bool(finding.caused_by),
         signature.kind == "unknown",
         *_order(finding.evidence),
     )
 
 
 def _order(evidence: Evidence) -> tuple[float, int, str, int]:
-    """Return the sort key of a line: by its time, lines without one last; then rank and place."""
+    """Return the sort key of a line: its time (lines without one come last), then rank and place."""
     time = float("inf") if evidence.at is None else evidence.at
     rank = -1 if evidence.rank is None else evidence.rank
-    return time, rank, evidence.path, evidence.line
+    return time, rank, evidence.path, evidence.line_number
 
 
 def _causes(finding: Finding, findings: list[Finding]) -> tuple[str, ...]:
-    """Return the names of the findings of the same attempt that a finding is a consequence of."""
+    """Return the names of those of `findings` that cause `finding` in the same attempt."""
     causes = []
     for other in findings:
         is_same_attempt = other.evidence.attempt == finding.evidence.attempt
-        if is_same_attempt and finding.signature.follows(other.signature):
+        if is_same_attempt and finding.signature.is_caused_by(other.signature):
             causes.append(other.signature.name)
     return tuple(causes)
 
 
-def _find_damage(run: Path) -> Iterator[Line]:
-    """Give a line for each record of a run that cannot be read, or not all of it."""
+def _find_damage(run: Path) -> Iterator[MatchedLine]:
+    """Yield a line for each record of a run, plan.json or the events, that cannot be read as a whole."""
     plan = run / "plan.json"
     try:
         if plan.exists():
@@ -509,36 +537,38 @@ def _find_damage(run: Path) -> Iterator[Line]:
         yield from _doctor_lines(text, events, first)
 
 
-def _doctor_lines(text: str, path: Path, line: int, at: float | None = None) -> Iterator[Line]:
-    """Give a line that the doctor itself writes about a file, if a signature matches it.
+def _doctor_lines(
+    text: str, path: Path, line: int, at: float | None = None
+) -> Iterator[MatchedLine]:
+    """Yield a line that the doctor itself writes about a file, if a signature matches it.
 
     Args:
-        text: The line.
+        text: The text of the line.
         path: The file.
-        line: The line of the file that it is about.
-        at: Its time in unix seconds.
+        line: The number of the line in the file that the text is about.
+        at: The time of that line in unix seconds; None if it is not known.
     """
     attempt = 0
     if path.name == EVENTS:
         attempt = _Attempts.of_events(path).at(line)
     for signature, names, _ in search(io.BytesIO(text.encode()), ""):
         evidence = Evidence(str(path), line, text, attempt, at=at)
-        yield Line(signature, names, evidence)
+        yield MatchedLine(signature, names, evidence)
 
 
-def _find_slow_loader(events: Path) -> Iterator[Line]:
-    """Give a line for a run whose last steps waited for data."""
+def _find_slow_loader(events: Path) -> Iterator[MatchedLine]:
+    """Yield a line if the last steps of a run waited for data (see WAITED)."""
     steps = []
     for event in read(events):
         if not isinstance(event, Step):
             continue
-        # Damaged events have other types.
+        # The fields of a damaged event may have other types.
         if isinstance(event.data_s, float) and isinstance(event.seconds, float):
             steps.append(event)
     steps = steps[-WAITED_STEPS:]
     if len(steps) < WAITED_STEPS:
         return
-    # Medians, because one long wait, as at the start of an epoch, does no harm.
+    # Medians are taken because a single long wait, such as at the start of an epoch, does no harm.
     waited = median(step.data_s for step in steps)
     whole = median(step.seconds for step in steps)
     if waited >= max(WAITED_SECONDS, WAITED * whole):
@@ -548,9 +578,9 @@ def _find_slow_loader(events: Path) -> Iterator[Line]:
 
 
 def ranks_without_log(run: Path) -> list[int]:
-    """Return the ranks of the plan that wrote no log in the newest attempt, though others did.
+    """Return the ranks that wrote no log in the newest attempt, although other ranks did.
 
-    Empty if the plan cannot be read, or if nobody wrote a log.
+    The result is empty if the plan cannot be read, or if no rank wrote a log.
     """
     try:
         plan = read_object(run / "plan.json", UserError)
@@ -562,7 +592,7 @@ def ranks_without_log(run: Path) -> list[int]:
         return []
     newest = attempts[-1]
     with_log: set[int] = set()
-    # Of several hosts each has a folder of its own.
+    # If there are several hosts, each has a folder of its own.
     for folder in (newest, *newest.glob("*/")):
         with_log.update(numbered_entries(folder, "rank-"))
     if not with_log:

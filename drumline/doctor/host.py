@@ -1,6 +1,6 @@
-"""The checks of one host: `python -m drumline.doctor.host` reads a Question and prints a Host.
+"""The checks of one host: `python -m drumline.doctor.host` reads a Question and prints a HostReport.
 
-Both are JSON. Without a question on standard input the defaults of Question hold. torch is
+Both are JSON. If standard input is empty or a terminal, the question has its defaults. torch is
 imported only if there is a GPU, since its import takes seconds.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from drumline.doctor.check import Check, Host, Verdict, fail_if, warn_if
+from drumline.doctor.check import Check, HostReport, Verdict, fail_if, warn_if
 from drumline.hardware.detect import Groups, Machine, cache_dir, detect, free_bytes, likely_gpus
 from drumline.system.files import digest
 from drumline.system.munge import SECRET, seal
@@ -48,7 +48,7 @@ SCARCE_BYTES = 20 * GIB
 WRITTEN = 64 * MIB
 # Bytes/s of a disk below which saves take noticeable time.
 SLOW = 100e6
-# Memory that any host needs, with or without GPUs.
+# Bytes of free memory that any host needs, with or without GPUs.
 FEW_MEMORY_BYTES = 2 * GIB
 # Prefixes of the kinds of file systems that several hosts can mount. FUSE drivers append their name
 # to `fuse.`.
@@ -68,14 +68,15 @@ NETWORK_DISKS = (
     "wekafs",
     "pvfs",
 )
-# Seconds that nvidia-smi may take: it hangs if the driver does.
+# Seconds that nvidia-smi may take. It hangs if the driver does.
 SMI = 20.0
+# The fact of a thing that the host lacks.
 NONE = "none"
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is meant to run on a host. All paths are paths of that host."""
+    """What a run needs of a host, so that it can be checked. All paths are paths of that host."""
 
     run_dir: str = "."
     # Folder for tokenised data; None for the default of the host.
@@ -90,11 +91,11 @@ class Question:
     peers: tuple[str, ...] = ()
     # The value of `launch.interface`.
     interface: str | None = None
-    # Names of the CHECK_FUNCTIONS to take; all if it is empty.
+    # Names of the CHECK_FUNCTIONS to call, without `check_`; all if it is empty.
     only: tuple[str, ...] = ()
 
     @staticmethod
-    def of(values: Mapping[str, Any]) -> Question:
+    def from_json(values: Mapping[str, Any]) -> Question:
         """Return the question that was sent as JSON."""
         fields: dict[str, Any] = {}
         for name, value in values.items():
@@ -105,49 +106,51 @@ class Question:
         return Question(**fields)
 
 
-def examine(question: Question) -> Host:
-    """Return all checks of this host.
+def examine(question: Question) -> HostReport:
+    """Check this host, and return the report.
 
-    A check that raises becomes a warning, so that one broken subject does not hide the others.
+    A check function that raises becomes a warning, so that the others are still called.
     """
     machine = detect()
     checks: list[Check] = []
     facts: dict[str, str] = {}
-    for look in CHECK_FUNCTIONS:
-        if question.only and look.__name__ not in question.only:
+    for check_function in CHECK_FUNCTIONS:
+        name = check_function.__name__.removeprefix("check_")
+        if question.only and name not in question.only:
             continue
         try:
-            checks += look(question, machine, facts)
+            checks += check_function(question, machine, facts)
         except Exception as error:  # noqa: BLE001 - the rest may still say something
-            name = look.__name__.replace("_", " ")
+            name = name.replace("_", " ")
             found = f"cannot be looked at: {error}"
             checks.append(Check(name, found, "warn", "look by hand"))
-    # The all-reduce over all hosts needs a port even if the config sets none. Every host names one,
-    # since the first of them is chosen later.
+    # The all-reduce over all hosts needs a port even if the config sets none. Every host names one
+    # that is free, since it is not known here which host will be the first.
     with socket.create_server(("", 0)) as server:
         free_port = server.getsockname()[1]
     name = socket.gethostname()
     # A host without a GPU takes part with one rank on its processor.
     ranks = max(1, len(machine.devices))
     port = question.port or free_port
-    return Host(name, tuple(checks), facts, ranks, port)
+    return HostReport(name, tuple(checks), facts, ranks, port)
 
 
-# A function that checks one subject. It adds to the facts, which are compared between hosts.
+# A function that yields the checks of one subject. It may add to the facts, the third argument,
+# which are compared between hosts.
 CheckFunction = Callable[[Question, Machine, dict[str, str]], Iterator[Check]]
 
 
-def versions(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    """Check the versions of Drumline, Python, torch, transformers, CUDA, NCCL and the driver.
+def check_versions(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+    """Report the versions of Drumline, Python, torch, transformers, CUDA, NCCL and the driver.
 
-    It fails if the machine has a GPU that torch cannot use. All versions become facts.
+    The check fails if the machine has a GPU that torch cannot use. All versions become facts.
     """
     facts["drumline"] = __version__
     # Patch releases of Python may differ between hosts.
     facts["Python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
     for name in ("torch", "transformers"):
         facts[name] = metadata.version(name)
-    # Facts are compared by name, so a host without a GPU needs these as well.
+    # Facts are compared by name, so a host without a GPU has these as well.
     for name in ("CUDA", "NCCL", "driver"):
         facts[name] = NONE
     if likely_gpus() or machine.devices:
@@ -156,7 +159,7 @@ def versions(question: Question, machine: Machine, facts: dict[str, str]) -> Ite
         facts["CUDA"] = torch.version.cuda or NONE
         if machine.devices:
             facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        # All GPUs of a host have one driver; a failed query gives no line.
+        # All GPUs of a host have the same driver. A query that fails gives no line.
         driver_versions = _smi("driver_version")
         if driver_versions:
             facts["driver"] = driver_versions[0]
@@ -176,8 +179,8 @@ def _smi(field: str) -> list[str]:
     return [line.strip() for line in output.splitlines()]
 
 
-def gpus(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    """Check that the GPUs are alike, have no memory errors, and reach each other's memory."""
+def check_gpus(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+    """Check that the GPUs are alike, have no memory errors, and can access each other's memory."""
     if not machine.devices:
         yield Check("GPUs", "none: this host computes on its processor")
         return
@@ -202,19 +205,18 @@ def gpus(question: Question, machine: Machine, facts: dict[str, str]) -> Iterato
 
 def _memory_errors() -> Check:
     """Check that no GPU has memory errors since the last reboot that could not be corrected."""
-    counts = _smi("ecc.errors.uncorrected.volatile.total")
-    # A GPU without ECC memory reports "[N/A]".
-    errors = [int(count) for count in counts if count.isdecimal()]
-    bad = []
-    for number, count in enumerate(errors):
-        if count:
-            bad.append(str(number))
+    errors = {}
+    for index, count in enumerate(_smi("ecc.errors.uncorrected.volatile.total")):
+        # A GPU without ECC memory reports "[N/A]", and still has its index.
+        if count.isdecimal():
+            errors[index] = int(count)
+    faulty = [str(index) for index, count in errors.items() if count > 0]
     if errors:
-        found = f"{sum(errors)} uncorrected"
+        found = f"{sum(errors.values())} uncorrected"
     else:
         found = "not reported by the driver"
-    fix = f"reset GPU {', '.join(bad)} or reboot; see `nvidia-smi -q -d ECC`"
-    return Check("ECC errors", found, fail_if(bool(bad)), fix)
+    fix = f"reset GPU {', '.join(faulty)} or reboot; see `nvidia-smi -q -d ECC`"
+    return Check("ECC errors", found, fail_if(bool(faulty)), fix)
 
 
 def _peer_access(number: int) -> Check:
@@ -233,8 +235,10 @@ def _peer_access(number: int) -> Check:
     return Check("peer access", found, warn_if(has_gaps), fix)
 
 
-def infiniband(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    """Check that all ports of InfiniBand are active, by what the kernel says in /sys."""
+def check_infiniband(
+    question: Question, machine: Machine, facts: dict[str, str]
+) -> Iterator[Check]:
+    """Check that all InfiniBand ports are active, by the files of the kernel in /sys."""
     ports = []
     down = []
     # The paths end with DEVICE/ports/PORT.
@@ -253,11 +257,11 @@ def infiniband(question: Question, machine: Machine, facts: dict[str, str]) -> I
     yield Check("InfiniBand", found, warn_if(bool(down)), fix)
 
 
-def names(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+def check_names(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
     """Check that this host's name and those of its peers resolve.
 
-    Its own name must resolve to an address that the peers can use: Gloo hands it to them. A
-    loopback address is enough if all peers have one too, as when one machine plays several hosts.
+    Its own name must resolve to an address that the peers can use, since Gloo sends it to them. A
+    loopback address is enough if all peers have one, too: then they are all this machine.
     """
     yield _own_name(question)
     for peer in question.peers:
@@ -279,7 +283,7 @@ def _own_name(question: Question) -> Check:
         verdict: Verdict = "fail" if question.peers else "warn"
         found = f"{own} does not resolve: {error}"
         return Check("host name", found, verdict, f"add {own} to /etc/hosts")
-    # An entry ends with the socket's address, whose first part is the host.
+    # The last part of an entry is the socket's address, and its first part the host.
     known = sorted({str(entry[4][0]) for entry in entries})
     is_loopback_alone = all(map(is_loopback, known))
     are_peers_local = all(map(is_loopback, question.peers))
@@ -288,8 +292,8 @@ def _own_name(question: Question) -> Check:
     return Check("host name", f"{own} is {', '.join(known)}", fail_if(is_unreachable), fix)
 
 
-def ports(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    """Check that the launcher's port is free, or without one that there are free ports at all."""
+def check_ports(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+    """Check that the port of the config is free; if it sets none, that any port is free."""
     # Port 0 lets the kernel choose.
     try:
         socket.create_server(("", question.port or 0)).close()
@@ -304,24 +308,27 @@ def ports(question: Question, machine: Machine, facts: dict[str, str]) -> Iterat
     yield Check("port", found)
 
 
-def secret(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+def check_secret(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
     """Report by which secret the ranks of a run recognise each other. The check never fails."""
-    if os.environ.get(SECRET):
+    has_secret = bool(os.environ.get(SECRET))
+    if has_secret:
         found = f"{SECRET} is set: ranks that have it meet, and no others"
     elif seal("") is not None:
         found = "by munge for ranks in a job of Slurm"
     else:
         found = "Drumline's launchers make one for each run"
-    if SECRET not in os.environ:
+    if not has_secret:
         found += f"; under torchrun, mpirun and Kubernetes none, unless {SECRET} is set on all hosts: whoever reaches MASTER_PORT can join"
     yield Check("secret", found)
 
 
-def interfaces(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    """Check that the network interface that is set is up, and report which one is used.
+def check_interfaces(
+    question: Question, machine: Machine, facts: dict[str, str]
+) -> Iterator[Check]:
+    """Report which network interface ranks use, and check that one that is set is up.
 
-    The config's `launch.interface` counts before NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME. If
-    none is set, the kernel's route to the first peer decides.
+    `launch.interface` of the config takes precedence over NCCL_SOCKET_IFNAME, and that over
+    GLOO_SOCKET_IFNAME. If none is set, the kernel's route to the first peer decides.
     """
     interface_of = _interface_by_address()
     peer = question.peers[0] if question.peers else "127.0.0.1"
@@ -349,9 +356,9 @@ def _interface_by_address() -> dict[str, str]:
         if name not in states or not states[name].isup:
             continue
         for entry in entries:
-            # An interface also has a hardware address.
+            # The other addresses of an interface are hardware addresses.
             if entry.family in (socket.AF_INET, socket.AF_INET6):
-                # Of version 6 the interface's name stands behind the address, too: fe80::1%eth0.
+                # An address of IPv6 may end with the name of the interface: fe80::1%eth0.
                 address, _, _ = entry.address.partition("%")
                 interface_of[address] = name
     return interface_of
@@ -361,9 +368,9 @@ def _is_up(set_here: str, names: Iterable[str]) -> bool:
     """Return whether an interface that is up matches a value of NCCL_SOCKET_IFNAME.
 
     Args:
-        set_here: A list of prefixes of names, or with = of whole names; with ^ it lists the
-            interfaces that are not used, so that any other one matches.
-        names: The interfaces that are up.
+        set_here: Prefixes of names with commas; after `=` whole names. After `^` it lists the
+            interfaces that are not used, so any other interface matches.
+        names: The names of the interfaces that are up.
     """
     if set_here.startswith("^"):
         return True
@@ -373,9 +380,11 @@ def _is_up(set_here: str, names: Iterable[str]) -> bool:
     return any(name.startswith(listed) for name in names)
 
 
-def shared_memory(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+def check_shared_memory(
+    question: Question, machine: Machine, facts: dict[str, str]
+) -> Iterator[Check]:
     """Check that shared memory has room for loader workers and NCCL."""
-    # macOS has none.
+    # macOS has no such folder.
     if not SHM.is_dir():
         return
     size = shutil.disk_usage(SHM)
@@ -387,7 +396,7 @@ def shared_memory(question: Question, machine: Machine, facts: dict[str, str]) -
     yield Check("/dev/shm", found, warn_if(is_small), fix)
 
 
-def limits(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+def check_limits(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
     """Check the soft limits of open files and of locked memory."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_few = 0 <= files < OPEN_FILES  # -1: unlimited
@@ -401,24 +410,32 @@ def limits(question: Question, machine: Machine, facts: dict[str, str]) -> Itera
 
 
 def _limit(value: int, unit: int, name: str) -> str:
-    """Return a limit as text, in `unit`, which is followed by its `name`."""
+    """Return a limit of the kernel as text.
+
+    Args:
+        value: The limit in bytes or files.
+        unit: How many of them are one unit of the text.
+        name: The name of the unit, with a space before it; may be empty.
+    """
     if value == resource.RLIM_INFINITY:
         return "unlimited"
     return f"{value // unit:,}{name}"
 
 
-def run_folder(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+def check_run_folder(
+    question: Question, machine: Machine, facts: dict[str, str]
+) -> Iterator[Check]:
     """Check the disk of the run folder."""
     yield _disk("run folder", Path(question.run_dir), needs_sharing=bool(question.peers))
 
 
-def cache(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+def check_cache(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
     """Check the disk of the cache of tokenised data."""
     yield _disk("cache", Path(question.cache_dir or cache_dir()), needs_sharing=False)
 
 
 def _disk(what: str, path: Path, needs_sharing: bool) -> Check:
-    """Check that a folder can be written to, has room, is fast, and is shared if it must be.
+    """Check that a folder can be written to, has free space, is fast, and is shared if needed.
 
     Args:
         what: The name of the check.
@@ -469,7 +486,7 @@ def _file_system(place: Path) -> str:
 
 
 def write_speed(folder: Path) -> float:
-    """Return the bytes/s at which a file of WRITTEN bytes is written until it is on the disk.
+    """Return the bytes/s at which a file of WRITTEN bytes is written to the disk, not to its cache.
 
     Raises OSError if the folder cannot be written to.
     """
@@ -480,16 +497,18 @@ def write_speed(folder: Path) -> float:
         for _ in range(WRITTEN // MIB):
             file.write(data)
         file.flush()
-        # Without it the page cache is measured.
+        # Without fsync the page cache would be measured.
         os.fsync(file.fileno())
         seconds = time.perf_counter() - began
     return WRITTEN / seconds
 
 
-def memory(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    """Check that the host has half as much free memory as its GPUs, to load and save models.
+def check_memory(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+    """Check that free host memory is at least half of the GPUs' memory, and at least 2 GiB.
 
-    A control group, as of a container, may allow less than the machine has.
+    Loading and saving need about as much host memory as the model has bytes, and a model rarely
+    takes more than half of its devices. A control group, such as that of a container, may allow
+    less than the machine has; how much of its limit is already used is not counted.
     """
     seen = psutil.virtual_memory()
     limit = Groups.of_this_process().memory_bytes()
@@ -506,10 +525,10 @@ def memory(question: Question, machine: Machine, facts: dict[str, str]) -> Itera
     yield Check("host memory", found, warn_if(is_little), fix)
 
 
-def digests(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    """Check that the model and the data are here, and compute their digests.
+def check_digests(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+    """Check that the model and the data are on this host, and make their digests facts.
 
-    The digests are facts: hosts with other files would train on other numbers without an error.
+    Hosts with different files would train on different numbers without an error.
     """
     if question.model:
         yield _digest("model", [question.model], facts)
@@ -518,7 +537,13 @@ def digests(question: Question, machine: Machine, facts: dict[str, str]) -> Iter
 
 
 def _digest(what: str, paths: Sequence[str], facts: dict[str, str]) -> Check:
-    """Check that paths exist, and add the digest of their content to the facts under `what`."""
+    """Check that paths exist, and add one digest of all their contents to the facts.
+
+    Args:
+        what: The name of the check and of the fact.
+        paths: Files and folders.
+        facts: The facts to add to.
+    """
     missing = [path for path in paths if not Path(path).exists()]
     if missing:
         fix = "copy it to this host under the same path, or use a shared folder"
@@ -530,32 +555,32 @@ def _digest(what: str, paths: Sequence[str], facts: dict[str, str]) -> Check:
     return Check(what, f"{facts[what]} ({', '.join(paths)})")
 
 
-# In the order in which the table shows them. `Question.only` has their names.
+# All check functions, in the order in which the table shows their checks.
 CHECK_FUNCTIONS: tuple[CheckFunction, ...] = (
-    versions,
-    gpus,
-    infiniband,
-    names,
-    ports,
-    secret,
-    interfaces,
-    shared_memory,
-    limits,
-    run_folder,
-    cache,
-    memory,
-    digests,
+    check_versions,
+    check_gpus,
+    check_infiniband,
+    check_names,
+    check_ports,
+    check_secret,
+    check_interfaces,
+    check_shared_memory,
+    check_limits,
+    check_run_folder,
+    check_cache,
+    check_memory,
+    check_digests,
 )
 
 
 def main() -> None:
-    """Read a Question from standard input, unless that is a terminal, and print the Host."""
+    """Read a Question from standard input, unless that is a terminal, and print the HostReport."""
     text = ""
     if not sys.stdin.isatty():
         text = sys.stdin.read()
-    question = Question.of(json.loads(text or "{}"))
+    question = Question.from_json(json.loads(text or "{}"))
     host = examine(question)
-    print(json.dumps(host.values()))
+    print(json.dumps(host.to_json()))
 
 
 if __name__ == "__main__":

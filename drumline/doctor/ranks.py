@@ -1,7 +1,7 @@
 """Start the ranks of one host for the doctor's all-reduce.
 
-`python -m drumline.doctor.ranks` reads a Group from standard input and prints how each rank ended.
-Both are JSON. This module does not import torch; only the ranks do.
+`python -m drumline.doctor.ranks` reads a RankGroup from standard input and prints how each rank
+ended. Both are JSON. This module does not import torch; only the ranks do.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from typing import Any
 
 from drumline.system.process import run_module
 
-# Seconds of all ranks together, including the import of torch.
+# Seconds that all measurements may take, including the import of torch.
 LIMIT = 120.0
-# Seconds of one collective.
+# Seconds that one collective may take.
 TIMEOUT = 30.0
-# Exit code (None: it took too long), stdout and stderr of a rank.
+# How a rank ended: its exit code (None if it took too long), stdout and stderr.
 End = tuple[int | None, str, str]
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The ranks of one host."""
 
     # Address and port at which the ranks of all hosts meet.
     address: str
     port: int
-    # The first rank of this host, and the number of its ranks.
+    # The number of this host's first rank in the world, and how many ranks it has.
     first: int
     count: int
     # The host of each rank of the world.
     hosts: tuple[str, ...]
     device: str
-    # Whether to measure also between pairs of ranks.
+    # Whether to measure between pairs of ranks, too.
     bandwidth: bool
     # Network interface of the ranks; None for any.
     interface: str | None = None
 
     @staticmethod
-    def of(values: Mapping[str, Any]) -> Group:
+    def from_json(values: Mapping[str, Any]) -> RankGroup:
         """Return the group that was sent as JSON."""
         fields: dict[str, Any] = {**values, "hosts": tuple(values["hosts"])}
-        return Group(**fields)
+        return RankGroup(**fields)
 
 
-def run(group: Group) -> list[End]:
+def run(group: RankGroup) -> list[End]:
     """Start the ranks, wait until the last has ended, and return how each ended."""
     common = {
         "MASTER_ADDR": group.address,
@@ -79,4 +79,4 @@ def run(group: Group) -> list[End]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(Group.of(json.loads(sys.stdin.read())))))
+    print(json.dumps(run(RankGroup.from_json(json.loads(sys.stdin.read())))))

@@ -34,16 +34,16 @@ Pair = tuple[int, int, float]
 
 @dataclass(frozen=True)
 class Task:
-    """What one rank has to do."""
+    """What one rank measures."""
 
-    # RANK, WORLD_SIZE, MASTER_ADDR and so on.
+    # Environment variables to set: RANK, WORLD_SIZE, MASTER_ADDR and so on.
     variables: dict[str, str]
     # The host of each rank.
     hosts: tuple[str, ...]
     device: str
-    # Whether to measure also between pairs of ranks.
+    # Whether to measure between pairs of ranks, too.
     bandwidth: bool
-    # The process to die with; 0 for none.
+    # The id of the process that started this one. The rank dies with it; 0 for none.
     parent: int
     # Seconds that one collective may take.
     timeout: float
@@ -55,18 +55,20 @@ class Result:
 
     # Seconds of a small all-reduce.
     latency: float
-    # Bytes of a large tensor over the seconds of its all-reduce.
+    # Bytes of a large tensor divided by the seconds of its all-reduce: the algorithm bandwidth
+    # (algbw). The bus bandwidth of n ranks is 2 (n − 1) / n times as large.
     bandwidth: float
-    # Seconds between the fastest and the slowest clock.
+    # Seconds between the clock that is most ahead and the one that is most behind.
     clocks: float
+    # Empty unless pairs were measured.
     pairs: tuple[Pair, ...] = ()
 
 
 def rounds(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
-    """Return the pairs of ranks to measure, in rounds.
+    """Return the pairs of ranks to measure, in rounds whose pairs are measured at the same time.
 
-    These are all pairs inside of a host, and the first ranks of each two hosts. A host takes part
-    in a round once, so that no two measurements share its links.
+    These are all pairs of ranks on one host, and for any two hosts the pair of their first ranks. A
+    host is in one pair of a round at most, so that no two measurements share its links.
 
     Args:
         hosts: The host of each rank.
@@ -78,7 +80,7 @@ def rounds(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
         is_first_b = hosts.index(hosts[b]) == b
         if is_same_host or (is_first_a and is_first_b):
             left.append((a, b))
-    # Every rank computes the same rounds, since pairs are taken in their order.
+    # Every rank computes the same rounds, since pairs are chosen in their order.
     all_rounds = []
     while left:
         busy: set[str] = set()
@@ -94,7 +96,7 @@ def rounds(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
 
 
 def main() -> None:
-    """Take part in the measurements as the Task on standard input says."""
+    """Measure as one rank, by the Task on standard input. Rank 0 prints the Result."""
     values = json.loads(sys.stdin.read())
     values["hosts"] = tuple(values["hosts"])
     task = Task(**values)
@@ -112,11 +114,11 @@ def main() -> None:
 
 
 def measure(task: Task, rank: int, world: int) -> Result:
-    """Return what this rank has measured; rank 0 reports it. Collective.
+    """Return what this rank has measured. Collective.
 
-    Raises ArithmeticError if a sum is not that of all ranks.
+    Raises ArithmeticError if the result of an all-reduce is wrong.
     """
-    # Each rank adds another number, so the sum shows if one is missing or counted twice.
+    # Each rank adds a different number, so the sum shows if one is missing or counted twice.
     total = torch.full((SMALL // FLOAT_BYTES,), float(rank + 1), device=task.device)
     dist.all_reduce(total)
     right = world * (world + 1) // 2  # 1 + 2 + … + world
@@ -127,7 +129,7 @@ def measure(task: Task, rank: int, world: int) -> Result:
     seconds = _all_reduce_seconds(LARGE, task.device)
     clocks = min(_clock_difference(world) for _ in range(REPEATS))
     pairs: list[Pair] = []
-    # All ranks go through all rounds: each of them ends with a collective.
+    # All ranks take part in all rounds, since each round ends with a collective.
     if task.bandwidth:
         for pairs_of_round in rounds(task.hosts):
             pairs += _measure_round(pairs_of_round, task.device, rank, world)
@@ -153,7 +155,7 @@ def _measure_round(
 
 
 def _all_reduce_seconds(bytes_: int, device: str) -> float:
-    """Return the least seconds of some all-reduces of `bytes_` bytes in fp32. Collective."""
+    """Return the seconds of the fastest of several all-reduces of `bytes_` bytes in fp32. Collective."""
     tensor = torch.zeros(bytes_ // FLOAT_BYTES, device=device)
     best = float("inf")
     for _ in range(REPEATS):
@@ -168,10 +170,10 @@ def _all_reduce_seconds(bytes_: int, device: str) -> float:
 
 
 def _clock_difference(world: int) -> float:
-    """Return the seconds between the fastest and the slowest clock.
+    """Return the seconds between the clock that is most ahead and the one that is most behind.
 
-    Each rank reads its clock right after all have met, so the result is too large by the time in
-    which they leave the barrier.
+    Each rank reads its clock right after a barrier, so the result is too large by the time between
+    the first and the last rank that leaves it. Collective.
     """
     times: list[float] = [0.0] * world
     dist.barrier()
@@ -180,7 +182,7 @@ def _clock_difference(world: int) -> float:
 
 
 def _send_rate(a: int, b: int, rank: int, device: str) -> float:
-    """Return the bytes/s from rank `a` to rank `b` and back again; called by both of them."""
+    """Return the bytes/s between ranks `a` and `b`, in one direction at a time. Both call this."""
     tensor = torch.zeros(LARGE // FLOAT_BYTES, device=device)
     best = float("inf")
     for _ in range(REPEATS):

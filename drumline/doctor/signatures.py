@@ -1,4 +1,4 @@
-"""Read `signatures.yaml`, the table of known failures: words in the log, cause and fix."""
+"""Read `signatures.yaml`, the table of known failures: patterns of lines in logs, cause and fix."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from typing import Any
 import yaml
 
 TABLE = Path(__file__).with_name("signatures.yaml")
+# As `after` of a signature it stands for all signatures.
 ANY = "any"
-# What launchers write before a rank's lines: `[rank3]:` or `[default3]:` (torch), `[1,3]<stderr>:`
-# (mpirun), `3: ` (srun -l), `(Worker pid=7, ip=…) ` (Ray), `trainer-1  | ` (Compose), a time
-# (kubectl).
+# A pattern of what launchers write before the lines of a rank: `[rank3]:` or `[default3]:` (torch),
+# `[1,3]<stderr>:` (mpirun), `3: ` (srun -l), `(Worker pid=7, ip=…) ` (Ray), `trainer-1  | `
+# (Compose), a time (kubectl).
 LAUNCHER = r"(?:\[?rank\d+\]?:? ?|\[[^\]\n]*\](?:<\w+>)?:? ?| *\d+: |\(\w+ pid=[^)\n]*\) |\S+ +\| |\d{4}-\d\d-\d\dT\S+ )?"
-# How far a wildcard of a pattern reaches. Without a limit, a line that repeats the text before the
-# wildcard would take time by the square of its length.
+# How many characters a wildcard of a pattern matches. Without a limit, the search in a line that
+# repeats the text before the wildcard would take time in proportion to the square of its length.
 FAR = "{0,1000}"
 _WILD = re.compile(r"(?<!\\)(\.|\[\^\\n\])\*")
 
 
 @dataclass(frozen=True)
 class Signature:
-    """One row of the table. The head of `signatures.yaml` describes the fields."""
+    """A row of the table: a known failure. The head of `signatures.yaml` describes the fields."""
 
     name: str
     kind: str
@@ -36,14 +37,17 @@ class Signature:
     least: int = 1
     warn: bool = False
 
-    def follows(self, other: Signature) -> bool:
-        """Return whether this fault is a consequence of `other` if both are found."""
+    def is_caused_by(self, other: Signature) -> bool:
+        """Return whether this fault is a consequence of `other` if both are found.
+
+        A warning causes nothing, and neither does a signature that has ANY in `after`.
+        """
         if other is self or other.warn or ANY in other.after:
             return False
         return ANY in self.after or bool(self.after & {other.name, other.kind})
 
     def explain(self, names: dict[str, str]) -> str:
-        """Return the cause, with the names that a line of the log gives."""
+        """Return the cause as text, with the names that a line of the log gives."""
         return self.cause.format_map(defaultdict(_not_named, names))
 
 
@@ -54,7 +58,7 @@ def _not_named() -> str:
 
 @cache
 def signatures() -> tuple[Signature, ...]:
-    """Return the whole table, the special signatures before the general ones."""
+    """Return the whole table, in its order: special signatures come before general ones."""
     kinds: dict[str, dict[str, Any]] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     table = []
     for kind, rows in kinds.items():
@@ -63,11 +67,11 @@ def signatures() -> tuple[Signature, ...]:
     return tuple(table)
 
 
-def _bounded(pattern: str) -> str:
-    """Return a pattern whose wildcards have a limit.
+def _limit_wildcards(pattern: str) -> str:
+    """Return a pattern with a limit for each wildcard (see FAR).
 
-    A pattern for the beginning of a line, or of an event, is tried only once for each line, so its
-    wildcards need no limit.
+    A pattern for the beginning of a line or event is tried only once in each line, so its wildcards
+    need no limit.
     """
     if pattern.startswith(("^", '"kind"')):
         return pattern
@@ -86,6 +90,6 @@ def _signature(
     """Return a row of the table, with its patterns compiled."""
     patterns = []
     for pattern in match:
-        whole = _bounded(pattern).replace("<launcher>", LAUNCHER)
+        whole = _limit_wildcards(pattern).replace("<launcher>", LAUNCHER)
         patterns.append(re.compile(whole, re.MULTILINE))
     return Signature(name, kind, tuple(patterns), cause, fix, frozenset(after), **rest)

@@ -198,9 +198,9 @@ def _lines_about_other_ranks(cause: RankEnd, ends: list[RankEnd]) -> list[str]:
 
 def likely_cause(lines: list[str]) -> tuple[str, str] | None:
     """Return the likely cause of a failure and its fix; None if the doctor knows no such error."""
-    from drumline.doctor.diagnose import advice
+    from drumline.doctor.diagnose import find_likely_cause
 
-    known = advice("\n".join(line.strip() for line in lines))
+    known = find_likely_cause("\n".join(line.strip() for line in lines))
     if known is None:
         return None
     return known.cause, known.signature.fix

@@ -66,7 +66,7 @@ def test_torchrun(kind: str, cause: str, consequence: str) -> None:
     code, said = torchrun(kind).told(120)
     assert code != 0
     assert cause_of(said) == cause, said
-    follows = {finding.signature.name: finding.follows for finding in read(said)}
+    follows = {finding.signature.name: finding.caused_by for finding in read(said)}
     assert cause in follows["child-failed"], said
     # On a busy machine torchrun may end the other rank before it writes what it met.
     assert cause in follows.get(consequence, [cause]), said

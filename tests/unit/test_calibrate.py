@@ -50,7 +50,7 @@ GPU = Machine([Device("NVIDIA X", 10**10)], 2, 2**33, "cuda", True)
 
 
 def store(calibration: Calibration, path: Path) -> None:
-    write(calibration, path, measured="today", quick=True)
+    write(calibration, path, measured_at="today", quick=True)
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_a_calibration_is_of_the_machine_and_the_torch_it_was_measured_with(cach
     assert "nccl" in software_name(GPU)
 
     of_gpu = replace(MEASURED, hardware="NVIDIA X", software=software_name(GPU))
-    write(of_gpu, calibration_path(GPU), measured="today", quick=False)
+    write(of_gpu, calibration_path(GPU), measured_at="today", quick=False)
 
     assert calibration_for(GPU) == of_gpu
 

@@ -283,7 +283,7 @@ def test_whose_calibration_a_file_is(
     write(
         Calibration(hardware, "torch", {"fp32": 3e12}),
         path := tmp_path / "measured.json",
-        measured="today",
+        measured_at="today",
         quick=True,
     )
     here = said(f"{{{cluster}, calibration: {path}}}")

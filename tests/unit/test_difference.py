@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from drumline.bench import verify
 from drumline.bench.verify import (
     TensorDifference,
+    _compare_strategy,
     _distances,
     _largest_difference,
+    _mask_of_rounding,
+    _names_of_weights_and_moments,
     _portions,
-    _rounded,
 )
+from drumline.config.load import Loaded
+from drumline.errors import CheckpointError, UserError
 
 
 def run_of(key_share: float) -> list[TensorDifference]:
@@ -49,7 +57,7 @@ def test_a_small_gradient_is_felt() -> None:
 
 
 def test_the_keys_part_of_one_bias_is_found_by_its_entries() -> None:
-    assert _rounded(torch.tensor([1.0, 1e-4, 1e-14, 0.0])).tolist() == [
+    assert _mask_of_rounding(torch.tensor([1.0, 1e-4, 1e-14, 0.0])).tolist() == [
         False,
         False,
         True,
@@ -70,6 +78,11 @@ def test_a_weight_is_read_with_its_moments() -> None:
     ]
 
 
+def test_a_value_model_is_compared_too() -> None:
+    names = {"model.w", "optim.w.exp_avg", "value/model.w", "value/optim.w.exp_avg"}
+    assert _names_of_weights_and_moments({*names, "outer.model.w.momentum"}) == names
+
+
 def test_what_is_not_finite_is_infinitely_apart() -> None:
     """On disk a NaN is null, and infinity a text."""
     nan = float("nan")
@@ -82,3 +95,31 @@ def test_what_is_not_finite_is_infinitely_apart() -> None:
     for value in (None, "inf", nan):
         assert _largest_difference({1: value}, {1: 2.0}, 1e-6) == float("inf")  # type: ignore[dict-item]
     assert _largest_difference({1: 2.0}, {1: 2.0}, 1e-6) == 0.0
+
+
+def test_the_run_of_a_strategy_of_a_file_stays_in_the_folder_of_all_runs(tmp_path: Path) -> None:
+    folders = []
+
+    def read(overrides: list[str]) -> Loaded:
+        run_dir = overrides[-1].removeprefix("run.dir=").strip("\"'")
+        folders.append(Path(run_dir))
+        raise UserError("this test needs no run")
+
+    for name in ("/home/me/own.py:Mine", "../own.py:Mine tp=2"):
+        _compare_strategy(read, [], name, "", 2, tmp_path, lambda *_: None)
+    assert [folder.parent for folder in folders] == [tmp_path, tmp_path]
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = SimpleNamespace(mesh=SimpleNamespace(world_size=2))
+
+    def fail(*_: Path) -> None:
+        raise CheckpointError("one of the checkpoints lacks model.w")
+
+    monkeypatch.setattr(verify, "_train", lambda *_: plan)
+    monkeypatch.setattr(verify, "difference", fail)
+    outcome = _compare_strategy(lambda _: None, [], "ddp", "", 2, tmp_path, lambda *_: None)  # type: ignore[arg-type,return-value]
+    assert outcome.has_failed and not outcome.within(1.0)
+    assert outcome.note == "failed: one of the checkpoints lacks model.w"

@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 
 from drumline.doctor import command, host
-from drumline.doctor.check import Check, Host, differences
+from drumline.doctor.check import Check, HostReport, differences
 from drumline.doctor.command import as_text, doctor, read_question
 from drumline.doctor.diagnose import (
     Finding,
-    advice,
     diagnose,
+    find_likely_cause,
     moment,
     order_findings,
     ranks_without_log,
     search,
 )
 from drumline.doctor.host import Question, _is_up, examine
-from drumline.doctor.hosts import expected, judge_all_reduce
+from drumline.doctor.hosts import expected_link, judge_all_reduce
 from drumline.doctor.reduce import rounds
 from drumline.errors import UserError
 from drumline.hardware.detect import Device, Machine
@@ -113,12 +113,12 @@ def test_the_cause_comes_before_its_consequences(tmp_path: Path) -> None:
     assert first.signature.name == "disk-full"
     assert first.evidence.place.endswith("rank-1.log:3")
     assert first.ranks == (1,)
-    assert not first.follows
+    assert not first.caused_by
 
     assert second.signature.name == "peer-closed"
-    assert second.follows == ("disk-full",)
+    assert second.caused_by == ("disk-full",)
     assert second.ranks == (0, 2)
-    assert second.lines == 2
+    assert second.line_count == 2
 
 
 def test_of_two_causes_the_earlier_one_is_first(tmp_path: Path) -> None:
@@ -143,8 +143,8 @@ def test_an_error_that_no_signature_knows_is_the_cause_of_what_follows() -> None
 
     assert first.signature.name == "python-error"
     assert first.evidence.text == "[rank1]:ValueError: the rows are odd"
-    assert second.follows == ("python-error",)
-    assert advice(text) is None
+    assert second.caused_by == ("python-error",)
+    assert find_likely_cause(text) is None
 
 
 def test_the_newest_attempt_is_first(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_what_events_tell(tmp_path: Path) -> None:
         overflow, slow = second, first
 
     assert names([overflow, slow]) == ["fp16-overflow", "slow-loader"]
-    assert overflow.lines == 25
+    assert overflow.line_count == 25
     assert slow.evidence.text.startswith("the last 20 steps waited for data: 0.40 s of 0.50 s")
     assert slow.signature.warn
     assert doctor(run, False, False) == 0
@@ -331,7 +331,7 @@ def test_colours_torn_bytes_and_long_lines_are_read(monkeypatch: pytest.MonkeyPa
     one, two = order_findings(search(io.BytesIO(text), "x"))
 
     assert names([one, two]) == ["cuda-oom", "quota"]
-    assert two.evidence.line == 2
+    assert two.evidence.line_number == 2
     assert len(one.evidence.text) <= 301
     assert "hf_abcdefghijk" not in one.evidence.text
 
@@ -365,8 +365,8 @@ def test_a_line_across_two_pieces_is_whole(monkeypatch: pytest.MonkeyPatch) -> N
     first, second = found(f"{fine}{long} CUDA out of memory\n{fine}{FULL_DISK}")
 
     assert names([first, second]) == ["cuda-oom", "disk-full"]
-    assert first.evidence.line == 31
-    assert second.evidence.line == 62
+    assert first.evidence.line_number == 31
+    assert second.evidence.line_number == 62
 
 
 @pytest.mark.full
@@ -382,8 +382,8 @@ def test_a_log_full_of_matches_is_not_held(monkeypatch: pytest.MonkeyPatch) -> N
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
-    assert one.lines == 1500
-    assert one.evidence.line == 1
+    assert one.line_count == 1500
+    assert one.evidence.line_number == 1
     assert peak < 2**18
 
 
@@ -469,7 +469,7 @@ def test_the_report_of_a_failed_run_ends_with_the_fix(tmp_path: Path) -> None:
 # Before a run.
 
 
-def verdicts(found: Host) -> dict[str, str]:
+def verdicts(found: HostReport) -> dict[str, str]:
     return {check.name: check.verdict for check in found.checks}
 
 
@@ -506,7 +506,7 @@ def test_this_host(tmp_path: Path) -> None:
         assert check.found
         assert check.fix or check.verdict == "ok"
 
-    assert Host.of(json.loads(json.dumps(seen.values()))) == seen
+    assert HostReport.from_json(json.loads(json.dumps(seen.to_json()))) == seen
 
 
 def test_what_a_host_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,7 +523,7 @@ def test_what_a_host_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for check in seen.checks:
         assert check.fix or check.verdict == "ok"
 
-    monkeypatch.setattr(host, "CHECK_FUNCTIONS", (host.limits, lambda *_: 1 / 0))
+    monkeypatch.setattr(host, "CHECK_FUNCTIONS", (host.check_limits, lambda *_: 1 / 0))
     monkeypatch.setattr("resource.getrlimit", lambda _: (256, 256))
     limits = verdicts(examine(Question()))
 
@@ -539,7 +539,7 @@ def test_infiniband_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
 
     monkeypatch.setattr(host, "INFINIBAND", tmp_path)
-    (check,) = host.infiniband(Question(), CPU, {})
+    (check,) = host.check_infiniband(Question(), CPU, {})
 
     assert check.verdict == "warn"
     assert check.fix.startswith("mlx5_0:2")
@@ -554,10 +554,14 @@ def test_gpus_as_the_driver_reports_them(monkeypatch: pytest.MonkeyPatch) -> Non
         return answers[asked[:3]]
 
     monkeypatch.setattr(host, "output_of", output_of)
-    found = {check.name: check for check in host.gpus(Question(), H100, {})}
+    found = {check.name: check for check in host.check_gpus(Question(), H100, {})}
 
     assert found["GPUs"].found == "1 × NVIDIA H100 80GB HBM3 79 GiB"
     assert found["ECC errors"].verdict == "fail"
+
+    answers["ecc"] = "[N/A]\n0\n3\n"
+    found = {check.name: check for check in host.check_gpus(Question(), H100, {})}
+    assert found["ECC errors"].fix.startswith("reset GPU 2 or reboot")
 
 
 def test_digests_tell_copies_apart(tmp_path: Path) -> None:
@@ -575,8 +579,8 @@ def test_digests_tell_copies_apart(tmp_path: Path) -> None:
 
 
 def test_hosts_are_compared() -> None:
-    one = Host("a", (), {"torch": "2.13", "model": "1f"})
-    other = Host("b", (), {"torch": "2.11", "model": "1f"})
+    one = HostReport("a", (), {"torch": "2.13", "model": "1f"})
+    other = HostReport("b", (), {"torch": "2.11", "model": "1f"})
     what = "differs: 2.13 on a, 2.11 on b"
     expected = Check("torch", what, "fail", "the same torch on all hosts")
 
@@ -637,7 +641,7 @@ def test_what_ranks_report_is_judged() -> None:
     (hung,) = judge((None, "", ""), (None, "", ""))
 
     assert "rank 0, 1 did not end" in hung.found
-    assert expected(H100, True, "100Gb").name == "nvlink4"
+    assert expected_link(H100, True, "100Gb").name == "nvlink4"
     in_slot = Machine([Device("NVIDIA A100 80GB PCIe", 79 * 2**30)], 8, 2**36, "cuda", True)
     assert expected(in_slot, True, "100Gb").name == "pcie4"
 

@@ -9,6 +9,7 @@ import pytest
 
 from drumline.config.launcher import Reached
 from drumline.doctor import host
+from drumline.doctor.check import HostReport
 from drumline.doctor.host import Question
 from drumline.doctor.hosts import compare_hosts, examine_hosts, preflight
 from drumline.errors import EnvironmentFault
@@ -79,6 +80,24 @@ def test_preflight_of_two_hosts() -> None:
     dead = Reached("", lambda *_: (255, "", "ssh: connect to host b port 22: Connection refused\n"))
     with pytest.raises(EnvironmentFault, match=r"host b: host: ssh: connect to host b"):
         before(a=answering(), b=dead)
+
+
+def test_a_host_that_prints_nothing_has_a_failed_check() -> None:
+    (found,) = examine_hosts({"a": Reached("", lambda *_: (0, "\n", ""))}, Question())
+    (check,) = found.checks
+    assert (check.verdict, check.found) == ("fail", "no answer, exit code 0")
+
+
+def test_late_ranks_are_named_beside_a_host_that_could_not_start_its_own() -> None:
+    late = json.dumps([(0, "", ""), (None, "", "")])
+    reached = {
+        "a": Reached("", lambda *_: (1, "", "")),
+        "b": Reached("", lambda *_: (0, late, "")),
+        "c": Reached("", lambda *_: (None, "", "")),
+    }
+    hosts = [HostReport(name, (), {}, ranks=2) for name in reached]
+    both = compare_hosts(reached, hosts, CPU, "100Gb", None)
+    assert both.checks[-1].found == "6 ranks: rank 3, 4, 5 did not end within 120 s"
 
 
 @pytest.mark.full

@@ -80,7 +80,7 @@ def test_the_table_is_whole() -> None:
 def test_no_signature_follows_from_itself_by_a_circle() -> None:
     sorter: TopologicalSorter[str] = TopologicalSorter()
     for name, signature in TABLE.items():
-        earlier = [other.name for other in TABLE.values() if signature.follows(other)]
+        earlier = [other.name for other in TABLE.values() if signature.is_caused_by(other)]
         sorter.add(name, *earlier)
 
     order = sorter.static_order()
@@ -107,7 +107,7 @@ def assert_has_source(record: dict[str, str]) -> None:
 def assert_is_named(finding: Finding, name: str) -> None:
     """Check that a finding is the cause of all others, and of which signature it is."""
     assert finding.signature.name == name
-    assert not finding.follows
+    assert not finding.caused_by
     assert "not named here" not in finding.cause
 
 
@@ -121,7 +121,7 @@ def test_recorded(name: str) -> None:
     assert_is_named(first, name_of_record(name))
 
     evidence = first.evidence
-    line = record["lines"].splitlines()[evidence.line - 1]
+    line = record["lines"].splitlines()[evidence.line_number - 1]
     assert evidence.text.rstrip("…") == line.strip()[:300]
 
 

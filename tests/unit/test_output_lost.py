@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from drumline.dist import start
-from drumline.doctor.host import Question, interfaces, names
+from drumline.doctor.host import Question, check_interfaces, check_names
 from drumline.hardware.detect import Machine
 from drumline.launch.agent import Agent
 from drumline.launch.local import report_failure
@@ -157,11 +157,13 @@ def has_ipv6() -> bool:
 def test_hosts_may_have_addresses_of_version_6_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [
         check
-        for check in names(Question(peers=("::1", "no-such.invalid")), CPU, {})
+        for check in check_names(Question(peers=("::1", "no-such.invalid")), CPU, {})
         if check.name == "peer name"
     ]
     assert [check.verdict for check in found] == ["ok", "fail"]
-    assert "lo ::1" in next(interfaces(Question(peers=("::1",), interface="lo"), CPU, {})).found
+    assert (
+        "lo ::1" in next(check_interfaces(Question(peers=("::1",), interface="lo"), CPU, {})).found
+    )
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
         port = free.getsockname()[1]
     for name, value in {

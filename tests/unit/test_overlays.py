@@ -58,6 +58,27 @@ def test_a_deepspeed_json_is_laid_over_a_config(tmp_path: Path) -> None:
     ) == ("zero2", {"stage": 2}, 2)
 
 
+def test_a_section_that_is_its_kind_alone_gets_the_keys_of_an_overlay(tmp_path: Path) -> None:
+    ds = tmp_path / "ds.json"
+    ds.write_text(
+        '{"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 0.002}}}'
+    )
+    config = laid(OWN + "optimizer: adamw\n", from_file(ds), tmp_path)
+    assert (config.optimizer.kind, config.optimizer.lr) == ("adamw", 0.002)
+
+
+def test_an_empty_deepspeed_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text("{}")
+    acc = tmp_path / "acc.yaml"
+    acc.write_text(
+        ACC + "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"acc.yaml:3: .*deepspeed_config_file: .*ds.json' is empty"
+    ):
+        from_file(acc)
+
+
 LAUNCHED = {
     "ACCELERATE_MIXED_PRECISION": "no",
     "ACCELERATE_DYNAMO_BACKEND": "NO",

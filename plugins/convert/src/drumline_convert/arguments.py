@@ -599,7 +599,7 @@ def training_arguments(
     apply_rules(rules, sheet, flat, what)
     first(sheet)
     groups.combine(sheet)
-    acc.combine(sheet)
+    acc.combine_waiting_keys(sheet)
     if defaults is None:
         fill_defaults(sheet, flat[0], DEFAULTS, "transformers'")
     else:
@@ -618,7 +618,7 @@ def flatten(old: OldKey) -> list[OldKey]:
         return [old]
     names = SECTIONS[old.key]
     arguments: list[OldKey] = []
-    for each in old.inside():
+    for each in old.children():
         arguments += flatten(replace(each, key=names.get(each.key, each.key)))
     return arguments
 

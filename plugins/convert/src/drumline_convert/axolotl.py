@@ -107,7 +107,7 @@ def _trl_section(table: dict[str, Rule]) -> Rule:
     """Return the rule for the section of TRL's arguments, whose keys have rules in `table`."""
 
     def rule(sheet: Sheet, old: OldKey) -> None:
-        apply_rules(table, sheet, old.inside(), f"{WHAT}'s trl")
+        apply_rules(table, sheet, old.children(), f"{WHAT}'s trl")
 
     return rule
 
@@ -465,7 +465,7 @@ def _sources(sheet: Sheet, old: OldKey, algorithm: str) -> list[dict[str, Any]]:
     sources: list[dict[str, Any]] = []
     for index, item in enumerate(items):
         value = {"path": item} if isinstance(item, str) else item
-        entry = replace(old, value=value, place=(*old.place, str(index))).by_key()
+        entry = replace(old, value=value, place=(*old.place, str(index))).children_by_key()
         if "path" not in entry or not isinstance(entry["path"].value, str):
             raise translation_error(
                 old, f"dataset {index + 1} has no path", "give a file, a folder, or a hub id"
@@ -559,7 +559,7 @@ def _columns(sheet: Sheet, entry: dict[str, OldKey], algorithm: str) -> dict[str
 
 def _columns_of_type(sheet: Sheet, kind: OldKey) -> dict[str, str]:
     """Return `columns` for a type that is a section with the names of columns."""
-    names = {each.key: str(each.value) for each in kind.inside() if each.value}
+    names = {each.key: str(each.value) for each in kind.children() if each.value}
     unknown = sorted(names.keys() - TYPE_COLUMNS.keys())
     if unknown:
         sheet.report_unsupported(
@@ -620,5 +620,5 @@ def _message_properties(entry: dict[str, OldKey]) -> dict[str, OldKey]:
         if f"message_field_{part}" in entry:
             properties[part] = entry[f"message_field_{part}"]
     if "message_property_mappings" in entry:
-        properties |= entry["message_property_mappings"].by_key()
+        properties |= entry["message_property_mappings"].children_by_key()
     return properties

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from drumline.cli.arguments import path_of
+from drumline.cli.arguments import parse_path
 from drumline.cli.plugins import PluginCommand
 from drumline.errors import UserError
 
@@ -26,7 +26,7 @@ def convert(
         typer.Option(
             "-o",
             "--output",
-            parser=path_of,
+            parser=parse_path,
             metavar="NEW.yaml",
             help="The file to write. Default: standard output.",
         ),
@@ -38,7 +38,7 @@ def convert(
     has no effect gets a note.
     """
     if len(old) == 1:
-        write_converted(path_of(old[0]), output)
+        write_converted(parse_path(old[0]), output)
     else:
         write_converted(old, output)
 

@@ -15,10 +15,10 @@ from drumline.compat import accelerate as acc
 from drumline.compat.deepspeed import (
     PRECISIONS,
     STAGES,
-    deepspeed_config,
     load_file,
     locate_file,
-    own_deepspeed_file,
+    read_deepspeed_config,
+    read_deepspeed_json,
 )
 from drumline.compat.rules import (
     Converter,
@@ -208,7 +208,7 @@ def _set_schedule(sheet: Sheet) -> None:
             _set_warmup(sheet, key, old[key])
             break
     if "lr_scheduler_kwargs" in old:
-        for option in _parse_json(old["lr_scheduler_kwargs"]).inside():
+        for option in _parse_json(old["lr_scheduler_kwargs"]).children():
             _set_schedule_option(sheet, option)
 
 
@@ -595,7 +595,7 @@ def _is_on(sheet: Sheet, old: OldKey) -> bool:
     """Return False for a section with `enabled: false`, as guides write it, and note that."""
     if not isinstance(old.value, dict):
         return True
-    enabled = old.by_key().get("enabled")
+    enabled = old.children_by_key().get("enabled")
     if enabled is None or read_flag(enabled):
         return True
     sheet.note(old, "without effect: enabled is false")
@@ -648,7 +648,7 @@ def _set_fsdp(sheet: Sheet, old: dict[str, OldKey]) -> None:
         olds += _fsdp_words(switch)
     for section in (switch, config):
         if section is not None and isinstance(section.value, dict):
-            olds += [each for each in section.inside() if each.key != "enabled"]
+            olds += [each for each in section.children() if each.key != "enabled"]
     if config is not None and isinstance(config.value, str):
         olds += load_file(locate_file(sheet.base, config.value), config)
     if "fsdp_layer" in old:
@@ -663,7 +663,7 @@ def _set_zero(sheet: Sheet, old: dict[str, OldKey]) -> None:
         if isinstance(section.value, dict):
             _read_zero_section(sheet, section)
         elif isinstance(section.value, str):
-            own_deepspeed_file(sheet, section)
+            read_deepspeed_json(sheet, section)
     stage = old.get("zero_stage")
     if stage is not None:
         sheet.put("strategy.kind", read_choice(STAGES)(stage), stage)
@@ -671,13 +671,13 @@ def _set_zero(sheet: Sheet, old: dict[str, OldKey]) -> None:
 
 def _read_zero_section(sheet: Sheet, section: OldKey) -> None:
     """Set ZeRO from a section: the path or content of a JSON, or accelerate's stage and switches."""
-    inner = section.by_key()
+    inner = section.children_by_key()
     file = inner.get("config") or inner.get("config_file") or inner.get("config_path")
     switches = {"stage", "zero_stage", "enabled", *acc.DEEPSPEED}
     if file is not None and isinstance(file.value, str):
-        own_deepspeed_file(sheet, file)
+        read_deepspeed_json(sheet, file)
     elif "zero_optimization" in inner or not inner.keys() & switches:
-        deepspeed_config(sheet, list(inner.values()))
+        read_deepspeed_config(sheet, list(inner.values()))
     else:
         olds = []
         for each in inner.values():

@@ -400,7 +400,7 @@ def _source(
     sheet: Sheet, dataset: OldKey, folder: Path, limit: int | None, kind: str
 ) -> dict[str, Any]:
     """Return the source of data for one entry of the dataset_info.json in `folder`."""
-    entry = dataset.by_key()
+    entry = dataset.children_by_key()
     if "num_samples" in entry and entry["num_samples"].value:
         own_limit = read_integer(entry["num_samples"])
         limit = own_limit if limit is None else min(limit, own_limit)
@@ -462,8 +462,8 @@ MAPPED_COLUMNS = {
 
 def _columns(sheet: Sheet, old: OldKey, entry: dict[str, OldKey], kind: str) -> dict[str, str]:
     """Return Drumline's `columns` for an entry; nothing for names that its formats read anyway."""
-    columns = entry["columns"].by_key() if "columns" in entry else {}
-    tags = entry["tags"].by_key() if "tags" in entry else {}
+    columns = entry["columns"].children_by_key() if "columns" in entry else {}
+    tags = entry["tags"].children_by_key() if "tags" in entry else {}
     given = {key: str(each.value) for key, each in columns.items() if each.value}
     for key in given.keys() & {"videos", "audios"}:
         sheet.report_unsupported(

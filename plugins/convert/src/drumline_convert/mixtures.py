@@ -24,7 +24,7 @@ def read_mixture(sheet: Sheet, old: OldKey) -> None:
 
     Raises ConfigError if there is no list of sections.
     """
-    section = old.by_key() if isinstance(old.value, dict) else {"datasets": old}
+    section = old.children_by_key() if isinstance(old.value, dict) else {"datasets": old}
     datasets = section.get("datasets", old)
     is_list = isinstance(datasets.value, list)
     if not is_list or not all(isinstance(each, dict) for each in datasets.value):
@@ -57,7 +57,7 @@ def hold_out(sheet: Sheet, old: OldKey | None) -> None:
 
 def _entry(sheet: Sheet, old: OldKey) -> list[dict[str, Any]]:
     """Return the sources for one dataset of a mixture. Raises ConfigError if it has no id."""
-    entry = old.by_key()
+    entry = old.children_by_key()
     path = _first_set(sheet, entry, "path", "id")
     if path is None:
         raise translation_error(old, "names no dataset", "write `id: org/name`")
@@ -155,7 +155,7 @@ def _put_splits(
     """
     sources: list[dict[str, Any]] = []
     for split in splits:
-        for index, dataset in enumerate(mixer.inside()):
+        for index, dataset in enumerate(mixer.children()):
             source: dict[str, Any] = {"kind": "hub", "id": dataset.key}
             if index < len(configs):
                 source["name"] = configs[index]

@@ -154,7 +154,7 @@ def _names_of_split(sheet: Sheet, split: OldKey | None, files: OldKey) -> list[s
     name = name or "train"
     by_split = {name: files}
     if isinstance(files.value, dict):
-        by_split = files.by_key()
+        by_split = files.children_by_key()
         is_missing = False
     else:
         is_missing = name != "train"

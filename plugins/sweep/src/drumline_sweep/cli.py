@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from drumline.cli.arguments import ConfigFile, path_of
+from drumline.cli.arguments import ConfigFile, parse_path
 from drumline.cli.plugins import PluginCommand
 from drumline.errors import UserError
 
@@ -38,7 +38,7 @@ def sweep(
     ] = None,
     to: Annotated[
         Path | None,
-        typer.Option(parser=path_of, metavar="F", help="The folder. Default: runs/NAME-sweep."),
+        typer.Option(parser=parse_path, metavar="F", help="The folder. Default: runs/NAME-sweep."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the trials; start nothing.")
