@@ -227,7 +227,8 @@ def build_unfilled_module(
             "the blocks, and in another module nothing says which tensors these are"
         )
         raise PlanError(what, where="strategy.sequence_parallel", fix="take it out")
-    model, source = lay_out_module(build, derive(plan.config.run.seed, "weights"), device)
+    seed = derive(plan.config.run.seed, "weights")
+    model, source = lay_out_module(build, seed, device, plan.draw_device)
     is_deepspeed = plan.engine == "deepspeed"
     shards_optimizer = plan.config.strategy.optimizer_shards(plan.mesh) > 1
     is_cut = is_deepspeed or plan.data_parallel == "fsdp2" or shards_optimizer
@@ -333,7 +334,7 @@ def _build_unfilled_model(
         build_device,
         checkpoint_keys=checkpoint_keys,
         head=ModelHead(head, plan.labels, draws),
-        draw_device=plan.device,
+        draw_device=plan.draw_device,
     )
     if head != "image":
         attend_by_documents(model, plan)

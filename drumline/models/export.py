@@ -317,8 +317,8 @@ def _build_trained_model(plan: Plan, model: ModelConfig, checkpoint: Path, merge
     if plan.base is not None and weights_digest(path) not in (None, plan.base):
         what = "its frozen weights are not those that the run was trained on top of"
         raise ModelError(what, where=f"model {path}", fix="bring the old ones back")
-    # A checkpoint has only trainable weights. Frozen ones are read from the model's files or drawn
-    # again.
+    # A checkpoint has only trainable weights. Frozen ones are read from the model's files, or drawn
+    # again on the CPU, as the run did on any device (`draw_device` in plan.plan).
     kept = _model_tensors(checkpoint)
     weights_seed = derive(seed, "weights")
     built = build_model(

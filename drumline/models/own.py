@@ -164,7 +164,8 @@ def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
     if checkpoint is None:
         raise CheckpointError("nothing was saved", where=str(run_dir))
     seed = derive(plan.config.run.seed, "weights")
-    # As ranks do: frozen weights are in no checkpoint.
+    # Frozen weights are in no checkpoint. They are drawn again, on the CPU as the ranks did
+    # (`ReplayedValues`, and `draw_device` in plan.plan).
     module, source = lay_out_module(own_build(plan), seed, "cpu")
     Values(source, "cpu", seed).fill(module)
     freeze(module, plan.config.model.freeze)
