@@ -53,6 +53,9 @@ MOST_PARTS = 2**15
 DROPOUT_KEYS = re.compile(
     r"(.*_)?dropout(_prob|_rate)?|(attn|embd|resid|summary_first)_(pdrop|dropout)"
 )
+# Words of transformers' errors about an implementation of attention. The word attention alone is in
+# names of other keys, such as num_attention_heads.
+ATTENTION_WORDS = ("attn_implementation", "attention implementation", "flash", "flex_attention")
 # Keys of sizes, at any depth of a config: a whole number from 1 on, or null. A list has one for
 # each layer.
 SIZE_KEYS = re.compile(
@@ -494,7 +497,7 @@ def _loading_error(
 ) -> DrumlineError:
     """Return the error of one line for a failure of one of transformers' loaders."""
     text = str(error)
-    if "trust_remote_code" in text:
+    if "trust_remote_code" in text and not model.trust_remote_code:
         what = "this model brings code of its own and model.trust_remote_code is off"
         fix = (
             "read that code, then add --trust-remote-code,"
@@ -511,9 +514,7 @@ def _loading_error(
     if reason == PICKLE:
         fix = "ask for these weights as safetensors, or convert them where you trust the file"
         return ModelError(f"its weights are {PICKLE}", where=path, fix=fix)
-    is_about_attention = any(
-        word in text.lower() for word in ("attn_implementation", "attention", "flash")
-    )
+    is_about_attention = any(word in text.lower() for word in ATTENTION_WORDS)
     if model.attention != "auto" and is_about_attention:
         where = f"model.attention {model.attention}"
         return ModelError(reason, where=where, fix="use attention: auto")
