@@ -321,14 +321,19 @@ def find_weights_in_files(
             continue
         if not found:
             raise NeedsFullModel(f"its files have no tensor {names[0]}")
-        first, *rest = found
         if shapes != {shape}:
-            raise NeedsFullModel(f"{first.key} has another shape in its files")
-        for other in rest:
-            if not _have_equal_values(first, other):
-                raise tied_weights_differ(first.key, rest[0].key, path)
-        places |= dict.fromkeys(names, first)
+            raise NeedsFullModel(f"{found[0].key} has another shape in its files")
+        _require_equal_values(found, path)
+        places |= dict.fromkeys(names, found[0])
     return FromFiles(places, growth=growth, grown=frozenset(grown))
+
+
+def _require_equal_values(tied: list[Stored], path: str) -> None:
+    """Raise ModelError if the stored tensors of one tied weight differ. `path`: the model's."""
+    first, *others = tied
+    for other in others:
+        if not _have_equal_values(first, other):
+            raise tied_weights_differ(first.key, other.key, path)
 
 
 def tied_weights_differ(one: str, other: str, where: str) -> ModelError:
@@ -497,8 +502,8 @@ class DrawnWeights:
 
         `model`: laid out on the meta device, before any transform. `device`: the device whose
         generator draws. A GPU's generator gives other numbers than a CPU's. So a run on GPUs draws
-        on a GPU under every strategy, even weights that are kept on the host; all else draws on
-        the CPU.
+        on a GPU under every strategy, even weights that are kept on the host, unless the plan
+        says otherwise (`draw_device` in plan.plan); all else draws on the CPU.
         """
         # A copy: transforms put other modules into the model, and stages of a pipeline lose some.
         self.model = copy.deepcopy(model)
