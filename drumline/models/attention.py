@@ -114,7 +114,7 @@ class Documents(Pattern):
             self.block_mask  # noqa: B018 - computed now and kept
 
 
-def attend_by_documents(model: Any, layout: Layout, on_host: bool = False) -> None:
+def use_document_attention(model: Any, layout: Layout, on_host: bool = False) -> None:
     """Make a Hugging Face model attend by documents on the layout's devices, if it can.
 
     `on_host`: the model only runs on a CPU, for a trial before the launch. No kernel of the

@@ -156,7 +156,7 @@ def _layer_kinds(model: Any) -> set[str]:
     return set(getattr(text_config, "layer_types", None) or ())
 
 
-def reason_for_whole_sequences(model: Any) -> str:
+def reason_against_context_parallelism(model: Any) -> str:
     """Return why context parallelism cannot cut a model's sequences; empty if it can.
 
     The answer follows from the model's class and config.
@@ -529,7 +529,7 @@ def _holds_experts(module: Any) -> bool:
     return any(parameter.ndim == 3 for parameter in own)
 
 
-def reason_for_whole_stream(model: Any) -> str:
+def reason_against_sequence_parallelism(model: Any) -> str:
     """Return why tensor-parallel ranks need all tokens between cut layers; empty if they do not.
 
     If not, each rank can hold a part of the tokens there (sequence parallelism, Korthikanti et al.

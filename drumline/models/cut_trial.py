@@ -38,11 +38,11 @@ class CutTrial:
 
     `failure`: why the model's code does not work on a rank's part; empty if it does, or if that is
     not known.
-    `on_parts`: names of the modules whose own weights are whole and act on tensors that are cut.
+    `with_partial_gradients`: names of the modules whose own weights are whole and act on tensors that are cut.
     """
 
     failure: str = ""
-    on_parts: tuple[str, ...] = ()
+    with_partial_gradients: tuple[str, ...] = ()
 
 
 @dataclass
@@ -91,7 +91,7 @@ def try_cut(model: Any) -> CutTrial:
     return _result_of(trial, graph)
 
 
-def weights_on_parts(model: Any) -> list[str]:
+def modules_with_partial_gradients(model: Any) -> list[str]:
     """Return the names of the modules whose own weights are whole on each rank and act on parts.
 
     The gradient of such a weight on a rank is a summand. Raises PlanError if the model's code does
@@ -101,7 +101,7 @@ def weights_on_parts(model: Any) -> list[str]:
     if trial.failure:
         raise PlanError(trial.failure, where="strategy.tp", fix="use strategy=fsdp2")
     # The trial had fewer layers: the weights of all layers of a kind behave alike.
-    kinds = {_mask_numbers(name) for name in trial.on_parts}
+    kinds = {_mask_numbers(name) for name in trial.with_partial_gradients}
     return [name for name, _ in model.named_modules() if _mask_numbers(name) in kinds]
 
 
@@ -280,7 +280,7 @@ def _result_of(trial: Any, graph: _Graph) -> CutTrial:
         name = names.get(id(getattr(node, "variable", None)))
         if name is not None:
             modules.append(name.rpartition(".")[0])
-    return CutTrial(on_parts=tuple(dict.fromkeys(modules)))
+    return CutTrial(with_partial_gradients=tuple(dict.fromkeys(modules)))
 
 
 def _nodes_between(graph: _Graph) -> Iterator[Any]:

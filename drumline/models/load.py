@@ -28,9 +28,9 @@ from drumline.models.blocks import (
     expert_modules,
     find_base_layer,
     is_head_tied,
+    reason_against_context_parallelism,
+    reason_against_sequence_parallelism,
     reason_for_mask,
-    reason_for_whole_sequences,
-    reason_for_whole_stream,
     reason_not_to_cut,
     tensor_plan,
     tower_flops,
@@ -473,8 +473,8 @@ def _cut_facts(model: Any) -> dict[str, Any]:
         "tp_cuts_heads": cuts_heads,
         "tp_failure": try_cut(model).failure,
         "needs_mask": reason_for_mask(model),
-        "whole_stream": reason_for_whole_stream(model),
-        "whole_sequences": reason_for_whole_sequences(model),
+        "whole_stream": reason_against_sequence_parallelism(model),
+        "whole_sequences": reason_against_context_parallelism(model),
         "uncut": reason_not_to_cut(model),
     }
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 from unittest import mock
 
 import torch
@@ -52,12 +52,18 @@ class NeedsFullModel(Exception):
 
 
 class Source(Protocol):
-    """A source of the weights of a model."""
+    """A source of the weights of a model.
+
+    `uses_module_names`: whether `put` takes tensors by their names in the module; otherwise by
+    those in a model's files (`file_name`), and without adapters, which `Values` fills itself.
+    """
+
+    uses_module_names: bool
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
         """Fill `tensors`, the parameters and buffers of `model` or of a part of it.
 
-        Their names are those in files. Of a DTensor its local part is filled.
+        Of a DTensor its local part is filled.
         """
 
 
@@ -72,6 +78,8 @@ class Stored:
 
 class NothingToFill:
     """The source of a model that needs no values: it was built whole, or a checkpoint fills it."""
+
+    uses_module_names = False
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
         """Do nothing: there is nothing left to fill."""
@@ -113,7 +121,7 @@ class Values:
         allocated: dict[str, torch.Tensor] = dict(model.named_parameters())
         allocated |= dict(model.named_buffers())
         to_fill = {name: allocated[name] for name in empty if name not in self.checkpoint_keys}
-        if getattr(self.source, "by_name", False):
+        if self.source.uses_module_names:
             self.source.put(to_fill, model)
             return
         self._fill_derived(model, to_fill)
@@ -234,6 +242,7 @@ class FromFiles:
     rows of `growth`, which have a row for each token.
     """
 
+    uses_module_names: ClassVar[bool] = False
     places: dict[str, Stored] = field(repr=False)
     rest: Source = field(default_factory=NothingToFill)
     growth: Growth | None = None
@@ -496,6 +505,8 @@ class DrawnWeights:
 
     Raises NeedsFullModel for a model whose initialisation does not work piece by piece.
     """
+
+    uses_module_names = False
 
     def __init__(self, model: Any, seed: int, device: str = "cpu") -> None:
         """Copy the model, and make sure that it can be drawn piece by piece.

@@ -258,9 +258,8 @@ class ReplayedValues:
     Raises NeedsFullModel if the tape does not have all values.
     """
 
-    # `put` gets all tensors by the module's own names. A name like that of an adapter has no
-    # special meaning here.
-    by_name = True
+    # A name like that of an adapter has no special meaning here.
+    uses_module_names = True
 
     def __init__(self, tape: _Tape, model: nn.Module, seed: int, draw_device: str = "cpu") -> None:
         self.calls = tape.calls

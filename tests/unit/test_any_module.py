@@ -298,7 +298,7 @@ def mixed() -> nn.Module:
         (complex_weight, False, "weight is complex"),
         (normed, True, "max_norm of it changes a weight in forward"),
         (scalar, True, "weight has no dimension"),
-        (mixed, True, "weights of float32 and float64"),
+        (mixed, True, r"weights of several types \(float32, float64\)"),
         (hooked, True, "weight has a hook"),
     ],
 )

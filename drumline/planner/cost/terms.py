@@ -348,7 +348,7 @@ def native_state(layout: Layout, facts: ModelFacts, model_part: Part, outer_byte
 def _weight_bytes(layout: Layout, here: Sizes) -> int:
     """Return the bytes of the weights of a rank, whose entries are `here`.
 
-    Some frozen weights are in the low precision (models.freeze.cast_frozen, models.packed).
+    Some frozen weights are in the low precision (models.freeze.cast_weights, models.packed).
     """
     if layout.pure:
         low = here.frozen
