@@ -599,7 +599,7 @@ def varlen(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    assert cap is None, "it has no soft caps"
+    assert cap is None, "this kernel cannot compute soft caps"
     options: dict[str, Any] = {"scale": scale, "window_size": _window_size(documents)}
     if key.shape[1] != query.shape[1]:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:

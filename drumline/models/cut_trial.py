@@ -38,7 +38,8 @@ class CutTrial:
 
     `failure`: why the model's code does not work on a rank's part; empty if it does, or if that is
     not known.
-    `with_partial_gradients`: names of the modules whose own weights are whole and act on tensors that are cut.
+    `with_partial_gradients`: names of the modules whose own weights are whole on each rank and act
+    on sharded activations. On each rank the gradient of such a weight is partial.
     """
 
     failure: str = ""
@@ -92,10 +93,10 @@ def try_cut(model: Any) -> CutTrial:
 
 
 def modules_with_partial_gradients(model: Any) -> list[str]:
-    """Return the names of the modules whose own weights are whole on each rank and act on parts.
+    """Return the names of the modules with whole weights that act on sharded activations.
 
-    The gradient of such a weight on a rank is a summand. Raises PlanError if the model's code does
-    not run on a part.
+    On each rank the gradient of such a weight is partial: it has to be summed over the
+    tensor-parallel ranks. Raises PlanError if the model's code does not run on a rank's part.
     """
     trial = try_cut(model)
     if trial.failure:
@@ -270,7 +271,11 @@ def _experts_forward(graph: _Graph) -> Callable[..., Tensor]:
 
 
 def _result_of(trial: Any, graph: _Graph) -> CutTrial:
-    """Return which whole weights act on parts, or that whole tensors do, which fails."""
+    """Return the result of a trial that ran.
+
+    The trial fails if a replicated activation meets a sharded one, since its gradient would be
+    incomplete.
+    """
     names = {id(weight): name for name, weight in trial.named_parameters()}
     modules: list[str] = []
     for node in _nodes_between(graph):

@@ -24,7 +24,7 @@ from drumline.models import kernels
 from drumline.models.attention import model_inputs
 from drumline.models.classes import bidirectional_error, ends_in_classes, reads_images
 from drumline.models.losses import (
-    Answers,
+    LogProbs,
     LinearHead,
     VocabularyPart,
     cross_entropy,
@@ -77,7 +77,7 @@ class Outputs:
 
         They are whole on every rank that shares the samples.
         """
-        assert self.logits_BC is not None, "the model ends in classes"
+        assert self.logits_BC is not None, "the model has no head of classes"
         return self.logits_BC
 
     def sum_of_all(self) -> torch.Tensor:
@@ -135,7 +135,7 @@ class Outputs:
 
     def log_probs(
         self, targets_BT: torch.Tensor, chunk: int, temperature: float = 1.0, entropy: bool = False
-    ) -> Answers:
+    ) -> LogProbs:
         """Return log softmax(logits / temperature)[target], and with `entropy` the entropies.
 
         Both are fp32[B, T], 0 for a target of −100, and differentiable. The entropy of each token's
@@ -161,8 +161,8 @@ class Outputs:
     def values(self) -> torch.Tensor:
         """Return the score or the value of each token, fp32[B, T]. Autocast is off for it."""
         hidden_BTD, score = self.hidden_BTD, self.score
-        assert hidden_BTD is not None, "the model has a head for this"
-        assert score is not None, "the model has a head for this"
+        assert hidden_BTD is not None, "the model has no head of scores or values"
+        assert score is not None, "the model has no head of scores or values"
         precise = torch.promote_types(hidden_BTD.dtype, torch.float32)
         with torch.autocast(hidden_BTD.device.type, enabled=False):
             weight = score.weight.to(precise)
@@ -487,8 +487,8 @@ def _return_hidden(head: nn.Linear, hidden_BTD: torch.Tensor) -> torch.Tensor:
 class ForwardWithObjective(nn.Module):
     """A module whose forward runs the model and the objective.
 
-    So a data-parallel wrapper around it covers all uses of every weight. `splits`: whether the loss
-    takes hidden states. `router`: the router loss; None: it is not trained. `sequence`: the part of
+    So a data-parallel wrapper around it covers all uses of every weight. `has_separable_head`:
+    whether the head can be left out of the forward, so that the loss takes hidden states. `router`: the router loss; None: it is not trained. `sequence`: the part of
     each sequence that this rank computes; context parallelism sets it.
     """
 
@@ -509,7 +509,8 @@ class ForwardWithObjective(nn.Module):
             parts = trunk_and_head(self.model)
         model_outputs = compute_outputs(self.model, batch, parts, self.sequence)
         result = objective(model_outputs, batch)
-        # Only training has a router loss: `Engine.infer` has no gradients, and trials no weights.
+        # Only training has a router loss. `Engine.infer` runs without gradients, and the batches of
+        # trials have no `token_weights`.
         if not torch.is_grad_enabled() or not hasattr(batch, "token_weights"):
             return result.loss_sum, result.sums
         if self.router is None:

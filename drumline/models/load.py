@@ -239,9 +239,8 @@ def facts(
     - 12·layers·width·length for attention (PaLM, Chowdhery et al. 2022, appendix B), with width =
       heads × head size. This counts all pairs of positions of a row, as if it were one document and
       not causal.
-    - A vision tower is counted separately, since only image tokens use it, and without its
-    attention,
-      which depends on the sizes of images.
+    - A vision tower is counted separately, since only image tokens use it. Its attention is left
+      out, since it depends on the sizes of images.
 
     Raises ModelError for a model whose shapes are not known, and for an adapter's targets that are
     not in the model.
