@@ -24,8 +24,8 @@ from drumline.models import kernels
 from drumline.models.attention import model_inputs
 from drumline.models.classes import bidirectional_error, ends_in_classes, reads_images
 from drumline.models.losses import (
-    LogProbs,
     LinearHead,
+    LogProbs,
     VocabularyPart,
     cross_entropy,
     linear_cross_entropy,
@@ -488,8 +488,9 @@ class ForwardWithObjective(nn.Module):
     """A module whose forward runs the model and the objective.
 
     So a data-parallel wrapper around it covers all uses of every weight. `has_separable_head`:
-    whether the head can be left out of the forward, so that the loss takes hidden states. `router`: the router loss; None: it is not trained. `sequence`: the part of
-    each sequence that this rank computes; context parallelism sets it.
+    whether the head can be left out of the forward, so that the loss takes hidden states. `router`:
+    the router loss; None: it is not trained. `sequence`: the part of each sequence that this rank
+    computes; context parallelism sets it.
     """
 
     def __init__(self, model: Any) -> None:
