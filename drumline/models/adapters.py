@@ -491,8 +491,9 @@ def first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def switch_adapters(model: nn.Module, on: bool) -> Iterator[None]:
-    """Turn the adapters on or off within the context; when off, the model is the base model.
+    """Turn the adapters off within the context unless `on`: the model is the base model then.
 
+    With `on` nothing changes: adapters that a context around this one has turned off stay off.
     PEFT's own switch would also change which parameters are trainable, which FSDP2, DDP and
     DeepSpeed do not notice.
     """
@@ -517,7 +518,8 @@ def merge(model: Any) -> None:
     If the embedding or a head tied to it has an adapter, these become two weights, and the config
     says so. Low-rank factors are merged in fp64, so only the last step rounds: an entry of the
     merged weight is off by half a unit in its last place at most, whatever kind the adapter has.
-    That takes the room of a few fp64 copies of one layer at a time. The result is held against the
+    That takes the room of a few fp64 copies of one layer at a time. The model must be in host
+    memory. The result is held against the
     layer's own forward, which is what was trained (`_require_same_products`). Trained rows of
     tokens are copied as they are.
 
@@ -578,7 +580,7 @@ def _merge_layer(name: str, layer: Any) -> None:
 
 
 def _signs(width: int) -> torch.Tensor:
-    """Return random rows of 1 and -1, float64[PROBES, width]. They are the same in each call."""
+    """Return random rows of 1 and -1, float64[PROBES, width] on the CPU, the same in each call."""
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(0, 2, (PROBES, width), generator=generator)
     return 2.0 * bits.double() - 1.0
@@ -672,6 +674,8 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
     PiSSA has subtracted its first factors from the base layer. They are written as part of factors
     of twice the rank, so that the adapter fits the base's own files: W − sB₀A₀ + sBA. `base`: the
     folder or hub id of the frozen model, `revision` its revision on the hub.
+
+    The model's own `peft_config` is changed to what is written, so this can be called only once.
     """
     from peft import get_peft_model_state_dict
 

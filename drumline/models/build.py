@@ -61,8 +61,9 @@ def lay_out(
 ) -> tuple[Any, Source]:
     """Return a model without weights, in fp32 or `dtype`, and the source of its weights.
 
-    The weights are those of `path`, or drawn from `seed` if `init` is random. `draw_device`: torch's
-    name of the device whose generator draws, such as cuda (see `DrawnWeights`); None: `device`.
+    The weights are those of `path`, or drawn from `seed` if `init` is random. `draw_device`:
+    torch's name of the device whose generator draws, such as cuda (see `DrawnWeights`); None:
+    `device`.
 
     Parameters and persistent buffers are on the meta device, other buffers are real. A model whose
     weights cannot be read in parts is built whole on `device`; the reason is logged. Attention is
@@ -205,7 +206,8 @@ def _read_whole_model(
     Raises ModelError if the files lack weights of a language model, or of a head that may not be
     drawn.
     """
-    # transformers reads the files by a config of their own number of rows; `grow_whole` adds the rest.
+    # transformers reads the files by a config of their own number of rows; `grow_whole` adds the
+    # rest.
     stored = config
     if growth is not None and growth.added:
         stored = deepcopy(config)

@@ -255,8 +255,8 @@ def _pass_tokens_on(hidden: Tensor, *_choices: Any) -> Tensor:
 def _experts_forward(graph: _Graph) -> Callable[..., Tensor]:
     """Return the forward of experts, which take tokens, their choices, and weights of these.
 
-    See `engine.experts`. It multiplies the tokens by the weights in place of the experts' products, so
-    that the graph has the same inputs.
+    See `engine.experts`. It multiplies the tokens by the weights in place of the experts' products,
+    so that the graph has the same inputs.
     """
 
     def run(*inputs: Tensor) -> Tensor:
@@ -291,7 +291,8 @@ def _result_of(trial: Any, graph: _Graph) -> CutTrial:
 def _nodes_between(graph: _Graph) -> Iterator[Any]:
     """Yield the autograd nodes between row-parallel inputs and column-parallel outputs.
 
-    The walk goes back from the inputs to the outputs that feed them. A replicated node on the way is yielded too, and what feeds it is not.
+    The walk goes back from the inputs to the outputs that feed them. A replicated node on the way
+    is yielded too, and what feeds it is not.
     """
     waiting = [node for node in graph.row_parallel_inputs if node is not None]
     seen = {*graph.sharded}

@@ -473,8 +473,8 @@ def _portable_name(model: ModelConfig, base: str) -> str:
 def plan_of(run_dir: Path, trust_remote_code: bool) -> Plan:
     """Return the plan of a run folder.
 
-    `trust_remote_code`: whether the model's own code may run. The folder does not decide that, since it may be
-    a stranger's.
+    `trust_remote_code`: whether the model's own code may run. The folder does not decide that,
+    since it may be a stranger's.
     """
     path = run_dir / "plan.json"
     if not path.exists():

@@ -68,9 +68,9 @@ def resolve(model: ModelConfig, on_progress: OnProgress, label: str = "model.id"
     """Return the local folder or hub id to load a model from; None if it has no files.
 
     A hub id stays an id if the hub answers. If not, it becomes the folder of its cached snapshot,
-    so that nothing calls the hub again. `label`: the key that errors name before the id. Raises ModelError
-    for a folder without a model, a package that is not installed, an id that the hub does not know,
-    and one that is not cached while offline; within about 5 seconds.
+    so that nothing calls the hub again. `label`: the key that errors name before the id. Raises
+    ModelError for a folder without a model, a package that is not installed, an id that the hub
+    does not know, and one that is not cached while offline; within about 5 seconds.
     """
     if model.id is None:
         return None

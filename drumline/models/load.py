@@ -459,7 +459,11 @@ def _has_windows(text_config: Any) -> bool:
 
 
 def _cut_facts(model: Any) -> dict[str, Any]:
-    """Return the fields of ModelFacts for how a model of text can be cut, and why not."""
+    """Return the fields of ModelFacts for how a model of text can be cut over ranks.
+
+    Those for what it cannot do (`tp_failure`, `needs_mask`, `whole_stream`, `whole_sequences`,
+    `uncut`) have the reason as a text, which is empty if it can.
+    """
     plan = tensor_plan(model)
     # False if the projections of attention are gathered.
     cuts_heads = False

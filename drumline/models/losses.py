@@ -83,8 +83,8 @@ def linear_cross_entropy(
 
     `chunk`: tokens whose logits are in memory at once, at most; 0 for all.
     If the head has a part of the rows, softmax is over the rows of all ranks (Megatron-LM's
-    vocabulary-parallel loss, Shoeybi et al. 2019): loss, first choice and hidden's gradient are those
-    of the whole head on each rank. Collective then.
+    vocabulary-parallel loss, Shoeybi et al. 2019): loss, first choice and hidden's gradient are
+    those of the whole head on each rank. Collective then.
     `learned_M`: the indices of rows with a target. None: they are searched, and the host waits.
     """
     if head.part is None and chunk == 0:
@@ -139,8 +139,9 @@ def _rows_at_once(chunk: int, targets_N: Tensor) -> int:
 class _LinearCrossEntropy(torch.autograd.Function):
     """The sum of `linear_cross_entropy`, whose gradients the forward computes.
 
-    The last four arguments of `apply` are: the most rows of a chunk, this rank's part of the head or
-    None, whether gradients are on around the call, and whether the first choices are computed too.
+    The last four arguments of `apply` are: the most rows of a chunk, this rank's part of the head
+    or None, whether gradients are on around the call, and whether the first choices are computed
+    too.
     """
 
     @staticmethod
@@ -320,8 +321,8 @@ def _softmax_sums(
 
     With d = logit − top these are the target's d, Σ exp(d), and with `entropy` Σ exp(d) d.
     `logits`: [n, V], overwritten: it has exp(d) afterwards, or d with `entropy`. `top`: [n], the
-    largest logit of each row, so that no exponential overflows. `column`, `is_mine`: see `_Piece`. Collective
-    with `part`.
+    largest logit of each row, so that no exponential overflows. `column`, `is_mine`: see `_Piece`.
+    Collective with `part`.
     """
     logits.sub_(top[:, None])
     chosen = logits.gather(1, column)
@@ -490,8 +491,8 @@ def linear_log_probs(
 
     `chunk`: tokens whose logits are in memory at once, at most, in forward and in backward; 0 for
     all, by autograd.
-    If the head has a part of the rows, the results are those of the whole head. Forward and backward
-    are collective then.
+    If the head has a part of the rows, the results are those of the whole head. Forward and
+    backward are collective then.
     `learned_M`: as in `linear_cross_entropy`.
     """
     if learned_M is None:
@@ -645,8 +646,8 @@ def _grad_logits(
 ) -> Tensor:
     """Return the gradient of logits / temperature, [n, V]; `log_p` is overwritten.
 
-    `log_p`: log softmax, [n, V]. `grad_chosen`, `grad_entropy`: the gradients of log-probabilities and
-    entropies, [n]; None: zero. `entropy`: [n]. `column`, `is_mine`: see `_Piece`.
+    `log_p`: log softmax, [n, V]. `grad_chosen`, `grad_entropy`: the gradients of log-probabilities
+    and entropies, [n]; None: zero. `entropy`: [n]. `column`, `is_mine`: see `_Piece`.
     """
     # With g and h these two gradients, the formulas of `linear_log_probs` add up to
     # g (onehot − p) − h p (log p + H) = p (−h (log p + H) − g) + g onehot.

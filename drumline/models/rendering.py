@@ -306,7 +306,10 @@ _call_binop = Sandbox.call_binop
 def _limited_from_string(
     self: Sandbox, source: Any, *arguments: Any, **named: Any
 ) -> jinja2.Template:
-    """Replacement for `Sandbox.from_string`: compile a template whose filters are limited."""
+    """Replacement for `Sandbox.from_string`: compile a template whose filters are limited.
+
+    transformers makes an environment for each template, so no filter is limited twice.
+    """
     if len(source) > MOST_SOURCE:
         raise TooMuch(f"a template of {len(source)} characters is none")
     # It writes texts of any length.

@@ -1,7 +1,8 @@
 """Shapes of well-known public models, for plans without the hub.
 
 Each row is from the model's config.json on the hub. Tests compare the numbers of parameters with
-the published ones. Any other model is planned from its folder, from the hub, or by `model.shape`.
+the published ones. `planner.sizes` reads known_sizes.txt, the planner's numbers for these models.
+Any other model is planned from its folder, from the hub, or by `model.shape`.
 """
 
 from __future__ import annotations
@@ -167,6 +168,8 @@ _GPT2 = {
     "gpt2-xl": (1600, 48, 25),
 }
 
+# A new line needs a line in known_sizes.txt, too, which has the sizes that the planner would count:
+# `python scripts/known_sizes.py` writes them all.
 _TABLE = """
 [llama]
 llama-2-7b    meta-llama/Llama-2-7b-hf    4096 11008 32  32 32 32000  4096
