@@ -455,9 +455,7 @@ def _principal(
         left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
     else:
         most = min(rank, rows, columns)
-        with drawing(seed, matrix.device.type):
-            left, sizes, right_T = torch.svd_lowrank(matrix, most, niter=ROUNDS)
-        right = right_T.T
+        left, sizes, right = _approximate_svd(matrix, most, seed)
     root = (sizes[:rank] / scale).sqrt()
     # A matrix may have fewer singular values than the factors have rows: the others stay zero.
     found = len(root)
@@ -466,6 +464,33 @@ def _principal(
     first[:found] = root[:, None] * right[:rank]
     second[:, :found] = left[:, :rank] * root
     return first, second
+
+
+def _approximate_svd(
+    matrix: torch.Tensor, count: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return U [out, count], S [count] and Vᵀ [count, in] of the largest singular values.
+
+    They are found by randomised subspace iteration (Halko et al. 2009, algorithms 4.4 and 5.1), as
+    by torch.svd_lowrank. That would draw on the matrix's device. Here the CPU draws, since GPUs
+    give other numbers, from which the iteration would end at other factors. The base without their
+    product is frozen, and in no checkpoint: an export computes it again, maybe without a GPU.
+    """
+    is_wide = matrix.shape[0] < matrix.shape[1]
+    tall = matrix
+    if is_wide:
+        tall = matrix.T
+    with drawing(seed):
+        start = torch.randn(tall.shape[1], count, dtype=matrix.dtype)
+    basis = torch.linalg.qr(tall @ start.to(matrix.device)).Q
+    for _ in range(ROUNDS):
+        basis = torch.linalg.qr(tall.T @ basis).Q
+        basis = torch.linalg.qr(tall @ basis).Q
+    left, sizes, right = torch.linalg.svd(basis.T @ tall, full_matrices=False)
+    left = basis @ left
+    if is_wide:
+        return right.T, sizes, left.T
+    return left, sizes, right
 
 
 def is_adapter(name: str) -> bool:
