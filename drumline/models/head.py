@@ -69,7 +69,7 @@ class Outputs:
     router_logits: Sequence[torch.Tensor] = ()
     # Whether Liger's kernel may compute the loss. It needs the whole head.
     fused: bool = False
-    # The batch's targets, and the places of those with a loss in this part, int64[M].
+    # The batch's targets, and the indices of this part's tokens with a target, int64[M].
     targets: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def class_logits(self) -> torch.Tensor:
@@ -101,7 +101,7 @@ class Outputs:
         elif self._has_fused_head(chunk):
             loss_sum, _ = self._fused_cross_entropy(targets_N)
         else:
-            learned_M = self._learned(targets_BT)
+            learned_M = self._target_rows(targets_BT)
             hidden_ND, head = self._hidden_and_head()
             loss_sum = linear_summed_loss(hidden_ND, head, targets_N, chunk, learned_M)
         return self._total(loss_sum)
@@ -118,7 +118,7 @@ class Outputs:
         elif self._has_fused_head(chunk):
             loss_sum, correct_N = self._fused_cross_entropy(targets_N)
         else:
-            learned_M = self._learned(targets_BT)
+            learned_M = self._target_rows(targets_BT)
             hidden_ND, head = self._hidden_and_head()
             loss_sum, correct_N = linear_cross_entropy(hidden_ND, head, targets_N, chunk, learned_M)
         correct_of_part = correct_N.view_as(targets_of_part)
@@ -143,7 +143,7 @@ class Outputs:
         """
         targets_of_part = self._cut(targets_BT)
         targets_N = targets_of_part.reshape(-1)
-        learned_M = self._learned(targets_BT)
+        learned_M = self._target_rows(targets_BT)
         if self.logits_BTV is not None:
             logits_NV = self.logits_BTV.flatten(0, 1)
             chosen_N, entropy_N = log_probs(logits_NV, targets_N, temperature, entropy, learned_M)
@@ -184,8 +184,8 @@ class Outputs:
         hidden_ND, head = self._hidden_and_head()
         return kernels.linear_cross_entropy(hidden_ND, head.weight_VD, head.bias_V, targets_N)
 
-    def _learned(self, targets_BT: torch.Tensor) -> torch.Tensor | None:
-        """Return the places of the targets with a loss in this part, int64[M]; None: not known.
+    def _target_rows(self, targets_BT: torch.Tensor) -> torch.Tensor | None:
+        """Return the indices of this part's tokens with a target, int64[M]; None: not known.
 
         They are known for the batch's own targets, which the host has counted.
         """
@@ -454,9 +454,9 @@ def _add_head(known: Outputs, head: nn.Linear, hidden_BTD: torch.Tensor) -> Outp
 def _known_targets(
     batch: Any, sequence: SequencePart | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return a batch's targets, and the places of its learned targets in this rank's part.
+    """Return a batch's targets, and the indices of the tokens with a target in this rank's part.
 
-    The places are int64[M]. None if the host has not counted them.
+    The indices are int64[M]. None if the host has not counted them.
     """
     learned_M = getattr(batch, "learned_M", None)
     if learned_M is None:
