@@ -52,13 +52,15 @@ class NeedsFullModel(Exception):
 
 
 class Source(Protocol):
-    """A source of the weights of a model.
+    """A source of the weights of a model."""
 
-    `uses_module_names`: whether `put` takes tensors by their names in the module; otherwise by
-    those in a model's files (`file_name`), and without adapters, which `Values` fills itself.
-    """
+    @property
+    def uses_module_names(self) -> bool:
+        """Whether `put` takes all tensors by their names in the module.
 
-    uses_module_names: bool
+        Otherwise it takes them by the names in a model's files (`file_name`), and no adapters,
+        which `Values` fills itself.
+        """
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
         """Fill `tensors`, the parameters and buffers of `model` or of a part of it.
