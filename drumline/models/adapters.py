@@ -1040,7 +1040,7 @@ def trains_rows(model: Any, adapter: LoRAConfig) -> bool:
 
     `modules_to_save` may have their weights, or the targets of an adapter their names. An embedding
     with factors gets no rows of its own.
-    Raises ModelError for such an embedding beside a head that does not learn.
+    Raises ModelError for such an embedding beside a head that is not trained.
     """
     trained = _parameters_below(model, adapter.modules_to_save)
     trained_weights = {id(model.get_parameter(name)) for name in trained}
@@ -1052,23 +1052,23 @@ def trains_rows(model: Any, adapter: LoRAConfig) -> bool:
     embedding, head = embedding_and_head(model)
     layers = [layer for layer in (embedding, head) if layer is not None]
     adapted = []
-    learning = []
+    trained_layers = []
     for layer in layers:
         name = names[id(layer)]
         is_adapted = any(has_ending(name, target) for target in targets)
         if is_adapted:
             adapted.append(layer)
         if is_adapted or id(layer.weight) in trained_weights:
-            learning.append(layer)
+            trained_layers.append(layer)
     if is_head_tied(model):
-        return bool(learning)
-    if learning == [embedding] and adapted == [embedding] and head is not None:
+        return bool(trained_layers)
+    if trained_layers == [embedding] and adapted == [embedding] and head is not None:
         own = names[id(embedding)]
         other = names[id(head)]
         what = f"{own} has an adapter and {other} has none, which cannot learn the new tokens"
         fix = f"name {other} in adapter.targets, too, or take {own} out"
         raise ModelError(what, where=WHERE, fix=fix)
-    return len(learning) == len(layers)
+    return len(trained_layers) == len(layers)
 
 
 def _to_int_if_whole(alpha: float) -> Any:

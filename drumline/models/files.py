@@ -543,7 +543,10 @@ def _fix_of_files(text: str, files: str) -> str:
 
 
 def _key_of(values: dict[str, Any], wanted: Any) -> str | None:
-    """Return the key whose value is `wanted`, as `outer.inner` if it lies deeper; None without one."""
+    """Return the key whose value is `wanted`; None if there is none.
+
+    A key at a deeper level is returned as `outer.inner`.
+    """
     for key, value in values.items():
         if value == wanted:
             return key

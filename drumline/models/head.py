@@ -173,7 +173,7 @@ class Outputs:
         return self._whole(values_BT1.squeeze(-1))
 
     def _hidden_and_head(self) -> tuple[torch.Tensor, LinearHead]:
-        """Return the arguments that losses over a head begin with: hidden states [N, D], and the head."""
+        """Return the hidden states, [N, D], and the head: the first arguments of losses over a head."""
         assert self.hidden_BTD is not None
         assert self.weight_VD is not None
         hidden_ND = self.hidden_BTD.flatten(0, 1)
@@ -317,8 +317,8 @@ def _keeps_documents_apart(small: Any, ids_BT: torch.Tensor) -> bool:
 def shares_prompts(model: Any, device: str) -> bool:
     """Return whether completions have the same numbers behind a shared prompt as behind their own.
 
-    Tried with eight tokens: a prompt of four, and two completions. False for a mixture that trains
-    its router, whose loss counts the tokens of rows.
+    This is tried with eight tokens: a prompt of four, and two completions. It is False for a
+    mixture that trains its router, whose loss counts the tokens of rows.
     """
     if not by_documents(model) or trains_router(model):
         return False

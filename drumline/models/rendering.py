@@ -218,7 +218,7 @@ class _Counting(CodeGenerator):
     """
 
     def blockvisit(self, nodes_: Iterable[nodes.Node], frame: Any) -> None:
-        """Write the code of a block, ahead of it a step with the characters that it always writes."""
+        """Write a step that counts the characters which a block always writes, then the block."""
         body = list(nodes_)
         fixed_characters = sum(_fixed_characters(node) for node in body)
         self.writeline(f"environment.step({fixed_characters})")
@@ -327,7 +327,8 @@ def _limited_call(
 ) -> Any:
     """Replacement for `Sandbox.call`: call a function unless its result would be too large.
 
-    It may be a method. The first arguments have no names, since a macro may have arguments of any name.
+    It may be a method. The first arguments have no names, since a macro may have arguments of any
+    name.
     """
     step()
     name = getattr(function, "__name__", "")
