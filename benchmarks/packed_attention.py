@@ -125,7 +125,7 @@ def by_documents(name: str, device: Any) -> Any:
     from drumline.config.config import Config
     from drumline.config.mesh import Mesh
     from drumline.config.model import ModelConfig
-    from drumline.models.attention import attend_by_documents
+    from drumline.models.attention import use_document_attention
     from drumline.models.build import build_model
     from drumline.models.files import resolve
     from drumline.plan.plan import BatchPlan, Layout
@@ -140,7 +140,7 @@ def by_documents(name: str, device: Any) -> Any:
     )
     batch_plan = BatchPlan(global_samples=1, micro_batch=1, accumulation=1, eval_micro_batch=1)
     precision: Any = "bf16" if device == "cuda" else "fp32"
-    attend_by_documents(
+    use_document_attention(
         model,
         Layout(
             config=config,

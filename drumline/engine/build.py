@@ -23,12 +23,12 @@ from drumline.engine.optimizer import MakeOptimizer
 from drumline.engine.transforms import gather_dtype, require_checkpointable
 from drumline.errors import PlanError
 from drumline.models import adapters
-from drumline.models.attention import attend_by_documents
+from drumline.models.attention import use_document_attention
 from drumline.models.blocks import Units, blocks, set_blocks
 from drumline.models.build import ModelHead, lay_out
 from drumline.models.classes import LM
 from drumline.models.containers import LOW_PRECISION
-from drumline.models.freeze import cast_frozen, freeze, return_fp32_embeddings
+from drumline.models.freeze import cast_weights, freeze, return_fp32_embeddings
 from drumline.models.head import require_next_token, shares_prompts
 from drumline.models.own import require_same, require_trainable
 from drumline.models.packed import pack
@@ -227,7 +227,8 @@ def build_unfilled_module(
             "the blocks, and in another module nothing says which tensors these are"
         )
         raise PlanError(what, where="strategy.sequence_parallel", fix="take it out")
-    model, source = lay_out_module(build, derive(plan.config.run.seed, "weights"), device)
+    seed = derive(plan.config.run.seed, "weights")
+    model, source = lay_out_module(build, seed, device, plan.draw_device)
     is_deepspeed = plan.engine == "deepspeed"
     shards_optimizer = plan.config.strategy.optimizer_shards(plan.mesh) > 1
     is_cut = is_deepspeed or plan.data_parallel == "fsdp2" or shards_optimizer
@@ -278,11 +279,11 @@ def cast_to_compute_dtype(plan: Plan, model: Any) -> None:
     In pure bf16 the trainable weights are cast, too.
     """
     if plan.is_pure_bf16:
-        cast_frozen([model], LOW_PRECISION["bf16"], vectors=True, trainable=True)
+        cast_weights([model], LOW_PRECISION["bf16"], include_vectors=True, include_trainable=True)
         return
     dtype = LOW_PRECISION.get(plan.precision)
     if dtype is not None:
-        cast_frozen([model], dtype)
+        cast_weights([model], dtype)
         if gather_dtype(plan) is None:
             return_fp32_embeddings(model)
 
@@ -293,7 +294,7 @@ def _build_frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> Fo
     `as_deepspeed`: all weights are kept in low precision, and there is no autocast, as in
     DeepSpeed's engine; but not if the strategy casts weights as it gathers them.
     """
-    model, source = _build_unfilled_model(plan, device, frozenset(), head, draws=False)
+    model, source = _build_unfilled_model(plan, device, frozenset(), head, may_be_drawn=False)
     model.requires_grad_(False)
     dtype = LOW_PRECISION.get(plan.precision)
     casts = gather_dtype(plan) is not None
@@ -301,11 +302,11 @@ def _build_frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> Fo
     if dtype is not None:
         is_all_low = casts or is_pure
         if is_all_low:
-            cast_frozen([model], dtype, vectors=is_pure)
+            cast_weights([model], dtype, include_vectors=is_pure)
         else:
             # Within blocks autocast would round the weights at each use, so this changes no result:
             # the frozen model computes the same as the trainable one does before its first step.
-            cast_frozen(blocks(model), dtype, vectors=False)
+            cast_weights(blocks(model), dtype)
             return_fp32_embeddings(model)
     values = Values(source, device, plan.config.run.seed)
     engine: ForwardEngine = _prepare_native(plan, model, values, trains=False)
@@ -315,11 +316,11 @@ def _build_frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> Fo
 
 
 def _build_unfilled_model(
-    plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Head, draws: bool = True
+    plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Head, may_be_drawn: bool = True
 ) -> tuple[Any, Source]:
     """Return the model of a plan without values in its weights, and where these come from.
 
-    `draws`: whether weights that no file has are drawn. False: a missing weight is an error.
+    `may_be_drawn`: as of `ModelHead`.
     """
     config = plan.config
     build_device = device
@@ -332,11 +333,11 @@ def _build_unfilled_model(
         derive(config.run.seed, "weights"),
         build_device,
         checkpoint_keys=checkpoint_keys,
-        head=ModelHead(head, plan.labels, draws),
-        draw_device=plan.device,
+        head=ModelHead(head, plan.labels, may_be_drawn),
+        draw_device=plan.draw_device,
     )
     if head != "image":
-        attend_by_documents(model, plan)
+        use_document_attention(model, plan)
     predicts_tokens = head in LM
     if predicts_tokens and device != "cpu":
         # On a CPU the launcher has checked it. A GPU has other kernels.

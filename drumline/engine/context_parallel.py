@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.errors import PlanError
 from drumline.models.attention import has_batch
-from drumline.models.blocks import reason_for_whole_sequences
+from drumline.models.blocks import reason_against_context_parallelism
 from drumline.models.head import ForwardWithObjective
 from drumline.models.sequence import SequencePart
 from drumline.models.small import TrialTokens, is_close, try_small
@@ -75,7 +75,7 @@ def apply_context_parallel(
         mask = whole_mask
         tokens = TRIAL_TOKENS
     refused = f"context parallelism cannot run {type(model).__name__}: "
-    reason = reason_for_whole_sequences(model)
+    reason = reason_against_context_parallelism(model)
     if reason:
         raise NO_CONTEXT_PARALLEL.error(refused + reason)
     before = model.config._attn_implementation

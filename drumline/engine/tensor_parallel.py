@@ -46,7 +46,7 @@ from drumline.models.blocks import (
     find_base_layer,
     tensor_plan,
 )
-from drumline.models.cut_trial import weights_on_parts
+from drumline.models.cut_trial import modules_with_partial_gradients
 from drumline.plan.facts import COLUMN_PARALLEL, TP_STYLES
 
 # Styles that leave a module whole.
@@ -77,7 +77,7 @@ def apply_tp(
         sequence_sharding = SequenceSharding(mesh, keeps_parts)
     else:
         # With sequence parallelism, the gradients of all weights that are not cut are summed.
-        plan = dict.fromkeys(weights_on_parts(model), REPLICATED_ON_PARTS) | plan
+        plan = dict.fromkeys(modules_with_partial_gradients(model), REPLICATED_ON_PARTS) | plan
     _require_untied(model, [name for name, style in plan.items() if style != REPLICATED])
     for name, style in plan.items():
         _shard_module(model.get_submodule(name), style, mesh, sequence_sharding)

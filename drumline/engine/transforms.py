@@ -431,9 +431,9 @@ def apply_compile(model: nn.Module, options: CompileConfig) -> None:
 
     `options` may switch off either. Names of parameters stay. Equal blocks share one compilation.
     """
-    if options.loss and not hasattr(losses._sums, "_torchdynamo_orig_callable"):
+    if options.loss and not hasattr(losses._softmax_sums, "_torchdynamo_orig_callable"):
         # Dynamic shapes, because the last chunk of a batch is shorter.
-        losses._sums = torch.compile(losses._sums, dynamic=True)
+        losses._softmax_sums = torch.compile(losses._softmax_sums, dynamic=True)
     if not options.enabled:
         return
     for block in blocks(model) or [model]:

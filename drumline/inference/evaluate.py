@@ -229,7 +229,7 @@ def _require_head(plan: Plan, where: str) -> None:
         plan.model_path,
         model,
         seed=0,
-        head=ModelHead(plan.config.head, plan.labels, draws=False),
+        head=ModelHead(plan.config.head, plan.labels, may_be_drawn=False),
     )
 
 

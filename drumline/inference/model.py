@@ -238,14 +238,14 @@ def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Mode
             raise ModelError(what, where=place)
         exported = exported_folder(folder)
         if exported is None:
-            model, tokenizer, checkpoint = read_run(folder, trust=trust)
+            model, tokenizer, checkpoint = read_run(folder, trust)
             origin = f"{checkpoint}, which is not exported"
             return Model(_place_on_device(model), tokenizer, origin)
         return _open_folder(str(exported), trust)
     # `resolve` takes folders of whole models alone.
     if (folder / ADAPTER).exists() and not (folder / "config.json").exists():
         return _open_folder(str(folder), trust)
-    source = resolve(ModelConfig(id=place), on_progress, named="")
+    source = resolve(ModelConfig(id=place), on_progress, label="")
     assert source is not None, "an id leads somewhere"
     return _open_folder(source, trust)
 

@@ -455,9 +455,7 @@ def _principal(
         left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
     else:
         most = min(rank, rows, columns)
-        with use_seed(seed, matrix.device.type):
-            left, sizes, right_T = torch.svd_lowrank(matrix, most, niter=ROUNDS)
-        right = right_T.T
+        left, sizes, right = _approximate_svd(matrix, most, seed)
     root = (sizes[:rank] / scale).sqrt()
     # A matrix may have fewer singular values than the factors have rows: the others stay zero.
     found = len(root)
@@ -466,6 +464,33 @@ def _principal(
     first[:found] = root[:, None] * right[:rank]
     second[:, :found] = left[:, :rank] * root
     return first, second
+
+
+def _approximate_svd(
+    matrix: torch.Tensor, count: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return U [out, count], S [count] and Vᵀ [count, in] of the largest singular values.
+
+    They are found by randomised subspace iteration (Halko et al. 2009, algorithms 4.4 and 5.1), as
+    by torch.svd_lowrank. That would draw on the matrix's device. Here the CPU draws, since GPUs
+    give other numbers, from which the iteration would end at other factors. The base without their
+    product is frozen, and in no checkpoint: an export computes it again, maybe without a GPU.
+    """
+    is_wide = matrix.shape[0] < matrix.shape[1]
+    tall = matrix
+    if is_wide:
+        tall = matrix.T
+    with drawing(seed):
+        start = torch.randn(tall.shape[1], count, dtype=matrix.dtype)
+    basis = torch.linalg.qr(tall @ start.to(matrix.device)).Q
+    for _ in range(ROUNDS):
+        basis = torch.linalg.qr(tall.T @ basis).Q
+        basis = torch.linalg.qr(tall @ basis).Q
+    left, sizes, right = torch.linalg.svd(basis.T @ tall, full_matrices=False)
+    left = basis @ left
+    if is_wide:
+        return right.T, sizes, left.T
+    return left, sizes, right
 
 
 def is_adapter(name: str) -> bool:
@@ -491,8 +516,9 @@ def first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def switch_adapters(model: nn.Module, on: bool) -> Iterator[None]:
-    """Turn the adapters on or off within the context; when off, the model is the base model.
+    """Turn the adapters off within the context unless `on`: the model is the base model then.
 
+    With `on` nothing changes: adapters that a context around this one has turned off stay off.
     PEFT's own switch would also change which parameters are trainable, which FSDP2, DDP and
     DeepSpeed do not notice.
     """
@@ -517,7 +543,8 @@ def merge(model: Any) -> None:
     If the embedding or a head tied to it has an adapter, these become two weights, and the config
     says so. Low-rank factors are merged in fp64, so only the last step rounds: an entry of the
     merged weight is off by half a unit in its last place at most, whatever kind the adapter has.
-    That takes the room of a few fp64 copies of one layer at a time. The result is held against the
+    That takes the room of a few fp64 copies of one layer at a time. The model must be in host
+    memory. The result is held against the
     layer's own forward, which is what was trained (`_require_same_products`). Trained rows of
     tokens are copied as they are.
 
@@ -578,7 +605,7 @@ def _merge_layer(name: str, layer: Any) -> None:
 
 
 def _signs(width: int) -> torch.Tensor:
-    """Return random rows of 1 and -1, float64[PROBES, width]. They are the same in each call."""
+    """Return random rows of 1 and -1, float64[PROBES, width] on the CPU, the same in each call."""
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(0, 2, (PROBES, width), generator=generator)
     return 2.0 * bits.double() - 1.0
@@ -672,6 +699,8 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
     PiSSA has subtracted its first factors from the base layer. They are written as part of factors
     of twice the rank, so that the adapter fits the base's own files: W − sB₀A₀ + sBA. `base`: the
     folder or hub id of the frozen model, `revision` its revision on the hub.
+
+    The model's own `peft_config` is changed to what is written, so this can be called only once.
     """
     from peft import get_peft_model_state_dict
 
@@ -1011,7 +1040,7 @@ def trains_rows(model: Any, adapter: LoRAConfig) -> bool:
 
     `modules_to_save` may have their weights, or the targets of an adapter their names. An embedding
     with factors gets no rows of its own.
-    Raises ModelError for such an embedding beside a head that does not learn.
+    Raises ModelError for such an embedding beside a head that is not trained.
     """
     trained = _parameters_below(model, adapter.modules_to_save)
     trained_weights = {id(model.get_parameter(name)) for name in trained}
@@ -1023,23 +1052,23 @@ def trains_rows(model: Any, adapter: LoRAConfig) -> bool:
     embedding, head = embedding_and_head(model)
     layers = [layer for layer in (embedding, head) if layer is not None]
     adapted = []
-    learning = []
+    trained_layers = []
     for layer in layers:
         name = names[id(layer)]
         is_adapted = any(has_ending(name, target) for target in targets)
         if is_adapted:
             adapted.append(layer)
         if is_adapted or id(layer.weight) in trained_weights:
-            learning.append(layer)
+            trained_layers.append(layer)
     if is_head_tied(model):
-        return bool(learning)
-    if learning == [embedding] and adapted == [embedding] and head is not None:
+        return bool(trained_layers)
+    if trained_layers == [embedding] and adapted == [embedding] and head is not None:
         own = names[id(embedding)]
         other = names[id(head)]
         what = f"{own} has an adapter and {other} has none, which cannot learn the new tokens"
         fix = f"name {other} in adapter.targets, too, or take {own} out"
         raise ModelError(what, where=WHERE, fix=fix)
-    return len(learning) == len(layers)
+    return len(trained_layers) == len(layers)
 
 
 def _to_int_if_whole(alpha: float) -> Any:

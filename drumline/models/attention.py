@@ -94,7 +94,7 @@ class Documents(Pattern):
 
     @cached_property
     def lengths_BN(self) -> Tensor:  # noqa: N802 - letters of dimensions
-        """`lengths` as int64[B, N] in host memory, filled up with -1 (see `attend`).
+        """`lengths` as int64[B, N] in host memory, filled up with -1 (see `sdpa_by_documents`).
 
         There are two columns at least: a size of 1 would be compiled by itself.
         """
@@ -122,7 +122,7 @@ class Documents(Pattern):
             self.block_mask  # noqa: B018 - computed now and kept
 
 
-def attend_by_documents(model: Any, layout: Layout, on_host: bool = False) -> None:
+def use_document_attention(model: Any, layout: Layout, on_host: bool = False) -> None:
     """Make a Hugging Face model attend by documents on the layout's devices, if it can.
 
     `on_host`: the model only runs on a CPU, for a trial before the launch. No kernel of the
@@ -153,7 +153,11 @@ def attend_by_documents(model: Any, layout: Layout, on_host: bool = False) -> No
 
 
 def _head_dim(text_config: Any) -> int:
-    """Return the size of a model's largest attention heads; 0 if it is not in the config."""
+    """Return the size of a model's largest attention heads.
+
+    0 if it is not in the config: then a kernel fails its trial (`_works`), and each document is
+    computed by itself.
+    """
     largest: int = max(size or 0 for size in values_by_layer(text_config, "head_dim"))
     heads = getattr(text_config, "num_attention_heads", None)
     if largest or not heads:
@@ -183,9 +187,11 @@ def model_inputs(
 ) -> Iterator[dict[str, Any]]:
     """Yield the arguments of a model for a batch. The model's forward must run in this context.
 
-    With `sequence` they are those for this rank's part of the batch.
-    They have a mask of ones, or no positions. Otherwise transformers would search the positions for
-    documents, and the host would wait for the device.
+    With `sequence` they are those for this rank's part of the batch. transformers would search the
+    positions for documents, and the host would wait for the device. This is prevented as follows:
+    - A model that attends by documents gets a mask of ones.
+    - Any other gets no positions, if no row has more than one document.
+    - Otherwise the arguments are left as they are, and transformers has to search.
     """
     if sequence is None:
         inputs = batch.inputs()
@@ -222,23 +228,26 @@ def without_kernels() -> Iterator[None]:
         _has_no_kernels.reset(token)
 
 
-def documents_mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -> Any:
+def documents_mask(
+    kernel: Kernel, head_dim: int, original_implementation: str, **options: Any
+) -> Any:
     """Return `Documents` of the current batch: replaces a mask function of transformers.
 
     Returns None if attention only has to be causal. Without a batch, or for a pattern other than
-    all tokens, causal or a causal window, returns the mask of the replaced implementation `before`.
-    `head_dim`: size of a head. `options`: the arguments of a mask function of transformers.
+    all tokens, causal or a causal window, returns the mask of `original_implementation`, which is
+    the name of the implementation of attention that was replaced. `head_dim`: size of a head.
+    `options`: the arguments of a mask function of transformers.
     """
     batch = _batch.get(None)
     if batch is None:
-        return _mask_without_batch(before, options)
+        return _mask_without_batch(original_implementation, options)
     window = options.get("local_size")
     # These arguments show which pattern transformers wants: it allows to skip a mask only if the
     # argument `is_causal` of attention would mean the same.
     is_causal = options.get("allow_is_causal_skip", True)
     sees_everything = options.get("allow_is_bidirectional_skip", False) and window is None
     if not (is_causal or sees_everything):
-        return _mask_of_other_pattern(before, batch, options)
+        return _mask_of_other_pattern(original_implementation, batch, options)
     documents = Documents(batch, causal=not sees_everything, window=window)
     if sees_everything:
         has_one_per_row = all(row == (documents.width,) for row in documents.lengths)
@@ -246,7 +255,7 @@ def documents_mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -
         # Padding stands behind all others, where no causal token sees it.
         has_one_per_row = all(len(row) <= 1 for row in documents.lengths)
     is_within_window = window is None or window >= documents.width
-    if has_one_per_row and before == "sdpa" and is_within_window:
+    if has_one_per_row and original_implementation == "sdpa" and is_within_window:
         return None
     # The type that queries will have.
     dtype = _autocast_type(batch.cu_seqlens_N.device.type)
@@ -256,8 +265,8 @@ def documents_mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -
     return documents
 
 
-def _mask_without_batch(before: str, options: dict[str, Any]) -> Any:
-    """Return the mask of the implementation `before` while no batch is set."""
+def _mask_without_batch(original_implementation: str, options: dict[str, Any]) -> Any:
+    """Return the mask of the replaced implementation of attention while no batch is set."""
     from transformers import AttentionMaskInterface
 
     # None: it is not known, and transformers looks at the mask itself.
@@ -266,11 +275,13 @@ def _mask_without_batch(before: str, options: dict[str, Any]) -> Any:
         options["allow_is_causal_skip"] = False
     elif is_padded is False:
         options["attention_mask"] = None
-    return AttentionMaskInterface()[before](**options)
+    return AttentionMaskInterface()[original_implementation](**options)
 
 
-def _mask_of_other_pattern(before: str, batch: Any, options: dict[str, Any]) -> Any:
-    """Return the mask of the implementation `before` that keeps a batch's documents apart."""
+def _mask_of_other_pattern(
+    original_implementation: str, batch: Any, options: dict[str, Any]
+) -> Any:
+    """Return the replaced implementation's mask, with which documents of a batch stay apart."""
     from transformers import AttentionMaskInterface
 
     from drumline.vendor.transformers import find_packed_sequence_indices, packed_mask
@@ -283,7 +294,7 @@ def _mask_of_other_pattern(before: str, batch: Any, options: dict[str, Any]) -> 
         if documents_BT is not None:
             mask_function = options["mask_function"]
             options["mask_function"] = packed_mask(mask_function, positions_BT, documents_BT)
-    return AttentionMaskInterface()[before](**options)
+    return AttentionMaskInterface()[original_implementation](**options)
 
 
 def _autocast_type(device_type: str) -> torch.dtype | None:
@@ -294,7 +305,7 @@ def _autocast_type(device_type: str) -> torch.dtype | None:
 
 
 def documents_attention(
-    whole: Callable[..., Any] | None,
+    original_function: Callable[..., Any] | None,
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -304,13 +315,19 @@ def documents_attention(
 ) -> tuple[Tensor, Any]:
     """Compute attention by documents: replaces an attention function of transformers.
 
-    It can be traced as a part of one graph. `whole`: the replaced function; None: the eager one of
-    the module's own class. `query`, `key` and `value` are [B, H, T, D], the result is [B, T, H, D]
-    and None for the scores. Tokens of padding get zeros, or numbers that mean nothing.
+    It can be traced as a part of one graph. `original_function`: the replaced function; None: the
+    eager one of the module's own class. `query`, `key` and `value` are [B, H, T, D], the result is
+    [B, T, H, D] and None for the scores. Tokens of padding get zeros, or numbers that mean nothing.
+
+    Without `Documents` the original function computes. With them it is one of these:
+    - The batch's kernel computes all documents, if it can compute what the class does.
+    - Otherwise, within a compiled graph, the operator `drumline::attend` (`sdpa_by_documents`), if
+      sdpa can compute what the class does.
+    - Otherwise a function of transformers computes one document after another, out of the graph.
     """
     if not isinstance(attention_mask, Documents):
-        function: Any = whole
-        if whole is None:
+        function: Any = original_function
+        if original_function is None:
             function = _eager_function(module)
         result: tuple[Tensor, Any] = function(module, query, key, value, attention_mask, **options)
         return result
@@ -324,17 +341,19 @@ def documents_attention(
         query = query.to(low)
         key = key.to(low)
         value = value.to(low)
-    # A class with only an eager function, and without soft caps, has something else of its own,
-    # such as sinks, which no kernel computes.
-    has_own = bool(options.get("dropout")) or (whole is None and cap is None)
+    # No kernel computes dropout. A class with only an eager function, and without soft caps, has
+    # something else of its own, such as sinks, which no kernel computes either.
+    needs_splitting = bool(options.get("dropout")) or (original_function is None and cap is None)
     is_of_one_size = query.shape[-1] == value.shape[-1]
-    if documents.kernel is not None and not has_own and is_of_one_size:
+    if documents.kernel is not None and not needs_splitting and is_of_one_size:
         return documents.kernel(query, key, value, documents, scale, cap), None
-    is_additive = whole is None or cap is not None
+    # sdpa has no soft caps.
+    needs_eager_function = original_function is None or cap is not None
+    arguments = (module, needs_eager_function, documents, query, key, value, options)
     if not torch.compiler.is_compiling():
-        return _attend_by_function(module, is_additive, documents, query, key, value, options), None
-    if is_additive or has_own or documents.kernel is not None:
-        return _out_of_graph(module, is_additive, documents, query, key, value, options), None
+        return _attend_one_by_one(*arguments), None
+    if needs_eager_function or needs_splitting or documents.kernel is not None:
+        return _out_of_graph(*arguments), None
     pattern = (documents.lengths_BN, documents.causal, documents.window, documents.branches)
     out: Tensor = torch.ops.drumline.attend(query, key, value, *pattern, scale)
     return out, None
@@ -345,9 +364,9 @@ def _eager_function(module: Any) -> Any:
     return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
-def _attend_by_function(
+def _attend_one_by_one(
     module: Any,
-    is_additive: bool,
+    needs_eager_function: bool,
     documents: Pattern,
     query: Tensor,
     key: Tensor,
@@ -356,24 +375,26 @@ def _attend_by_function(
 ) -> Tensor:
     """Compute each document by a function of transformers, [B, T, H, D].
 
-    `is_additive`: by the eager function of the module's own class, which takes a mask of numbers;
-    otherwise by sdpa, which has no soft caps and nothing else that a class may add.
+    `needs_eager_function`: by the eager function of the module's own class, which takes a mask of
+    numbers. Otherwise by sdpa, which has no soft caps and nothing else that a class may add.
     """
     from drumline.vendor.transformers import sdpa_attention_forward
 
     function = sdpa_attention_forward
-    if is_additive:
+    if needs_eager_function:
         function = _eager_function(module)
     of_module = partial(function, module)
-    return attend_each_document(of_module, documents, is_additive, query, key, value, **options)
+    return attend_each_document(
+        of_module, documents, needs_eager_function, query, key, value, **options
+    )
 
 
 # A class's own eager function may have dropout, or weights of its own: nobody can register it.
-_out_of_graph = torch.compiler.disable(_attend_by_function)
+_out_of_graph = torch.compiler.disable(_attend_one_by_one)
 
 
 def attend_each_document(
-    whole: Callable[..., Any],
+    attention_function: Callable[..., Any],
     documents: Pattern,
     additive: bool,
     query: Tensor,
@@ -381,10 +402,11 @@ def attend_each_document(
     value: Tensor,
     **options: Any,
 ) -> Tensor:
-    """Compute each document by `whole`, a function of transformers that returns [1, n, H, D].
+    """Compute each document by a function of transformers, and return all, [B, T, H, D].
 
-    `additive`: `whole` takes a mask of numbers and nothing else. Rows and documents are split and
-    joined again: the gradient of a slice would be as large as the tensor that it is cut from.
+    `attention_function`: called for one document, of which it returns [1, n, H, D]. `additive`: it
+    takes a mask of numbers that are added to scores, not of booleans. Rows and documents are split
+    and joined again: the gradient of a slice would be as large as the tensor that it is cut from.
 
     A row of only padding, which completes the last batch, counts as a document. So each parameter
     has a gradient in each micro-batch; otherwise DDP would not reduce it.
@@ -402,7 +424,9 @@ def attend_each_document(
             values = _join_to_first(values)
         outs: list[Tensor] = []
         for document in zip(queries, keys, values, strict=True):
-            outs += _attend_within_document(whole, documents, additive, options, *document)
+            outs += _attend_within_document(
+                attention_function, documents, additive, options, *document
+            )
         if padding:
             outs.append(query.new_zeros(1, padding, query.shape[1], value.shape[-1]))
         rows.append(_join_parts(outs, 1))
@@ -430,7 +454,7 @@ def _join_to_first(documents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _attend_within_document(
-    whole: Callable[..., Any],
+    attention_function: Callable[..., Any],
     documents: Pattern,
     additive: bool,
     options: dict[str, Any],
@@ -447,26 +471,28 @@ def _attend_within_document(
     keys = key.shape[2]
     window = documents.window
     # Keys of the document that this one continues.
-    before = keys - length
+    prefix_keys = keys - length
     if window is None or window >= keys:
         allowed = None
-        if documents.causal and (additive or before):
-            allowed = causal_band(length, keys, before, None, query, additive)
+        if documents.causal and (additive or prefix_keys):
+            allowed = causal_band(length, keys, prefix_keys, None, query, additive)
         # `is_causal` aligns the first query with the first key: with keys ahead only a mask tells.
-        is_causal = documents.causal and not before
-        out, *_ = whole(query, key, value, allowed, **options | {"is_causal": is_causal})
+        is_causal = documents.causal and not prefix_keys
+        out, *_ = attention_function(
+            query, key, value, allowed, **options | {"is_causal": is_causal}
+        )
         yield out
         return
-    for start in range(before, keys, window):
+    for start in range(prefix_keys, keys, window):
         stop = min(start + window, keys)
         # The first key that the first query of the stretch sees.
         first = max(0, start - window + 1)
         allowed = causal_band(stop - start, stop - first, start - first, window, query, additive)
-        queries = query[:, :, start - before : stop - before]
+        queries = query[:, :, start - prefix_keys : stop - prefix_keys]
         seen_keys = key[:, :, first:stop]
         seen_values = value[:, :, first:stop]
         masked = options | {"is_causal": False}
-        out, *_ = whole(queries, seen_keys, seen_values, allowed, **masked)
+        out, *_ = attention_function(queries, seen_keys, seen_values, allowed, **masked)
         yield out
 
 
@@ -502,7 +528,7 @@ torch.library.define(
 )
 
 
-def attend(
+def sdpa_by_documents(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -533,22 +559,22 @@ def attend(
 
 @torch.library.register_fake("drumline::attend")
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    """Return a tensor of the shape that `attend` returns, while a graph is traced."""
+    """Return a tensor of the shape that `sdpa_by_documents` returns, while a graph is traced."""
     rows, heads, length, _size = query.shape
     return query.new_empty(rows, length, heads, value.shape[-1])
 
 
-def attend_backward(
+def sdpa_by_documents_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *pattern: Any
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value.
 
     The forward, which keeps nothing but its inputs, is computed again. `pattern`: the arguments of
-    `attend` behind `value`.
+    `sdpa_by_documents` behind `value`.
     """
     again: list[Any] = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
     with torch.enable_grad():
-        out = attend(*again, *pattern)
+        out = sdpa_by_documents(*again, *pattern)
     gradients = torch.autograd.grad(out, again, grad)
     return tuple(gradient.contiguous() for gradient in gradients)
 
@@ -557,7 +583,7 @@ def attend_backward(
 def _(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tensors of the shapes that `attend_backward` returns, while a graph is traced."""
+    """Return tensors of the shapes of the three gradients, while a graph is traced."""
     grad_query = query.new_empty(query.shape)
     grad_key = key.new_empty(key.shape)
     grad_value = value.new_empty(value.shape)
@@ -565,22 +591,24 @@ def _(
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep the arguments of `attend` for its backward."""
+    """Keep the arguments of `sdpa_by_documents` for its backward."""
     query, key, value, lengths_BN, *ctx.pattern = inputs
     ctx.save_for_backward(query, key, value, lengths_BN)
 
 
-def _attend_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Return the gradients of all arguments of `attend`, of which only three have one."""
+def _gradients_by_documents(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Return the gradients of the arguments of `sdpa_by_documents`; None for all but three."""
     query, key, value, lengths_BN = ctx.saved_tensors
     backward = torch.ops.drumline.attend_backward
     gradients = backward(grad, query, key, value, lengths_BN, *ctx.pattern)
     return (*gradients, None, None, None, None, None)
 
 
-torch.library.impl("drumline::attend", ("cpu", "cuda"), attend)
-torch.library.impl("drumline::attend_backward", ("cpu", "cuda"), attend_backward)
-torch.library.register_autograd("drumline::attend", _attend_gradients, setup_context=_keep_inputs)
+torch.library.impl("drumline::attend", ("cpu", "cuda"), sdpa_by_documents)
+torch.library.impl("drumline::attend_backward", ("cpu", "cuda"), sdpa_by_documents_backward)
+torch.library.register_autograd(
+    "drumline::attend", _gradients_by_documents, setup_context=_keep_inputs
+)
 
 
 def _join_rows(*tensors_BHTD: Tensor) -> list[Tensor]:
@@ -620,7 +648,7 @@ def varlen(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    assert cap is None, "it has no soft caps"
+    assert cap is None, "this kernel cannot compute soft caps"
     options: dict[str, Any] = {"scale": scale, "window_size": _window_size(documents)}
     if key.shape[1] != query.shape[1]:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
@@ -749,6 +777,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
+# A new kernel also needs a name in `plan.attention.Kernel`, and a case in `plan.attention.choose`.
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "varlen": varlen,
     "flash_attention_2": partial(flash, "flash_attn"),
@@ -761,7 +790,8 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
 def _works(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether a kernel gives the results and gradients of documents one by one.
 
-    It is tried on 48 tokens. If it does not work, a warning is logged.
+    It is tried on 48 tokens, for causal attention alone, whatever the model adds: a window, soft
+    caps or fewer heads of keys. If it does not work, a warning is logged.
 
     The trial has a thread of its own, since a model's forward may be running in this one. Its
     autocast would change the trial, and the hooks of a recomputation would take the trial for a

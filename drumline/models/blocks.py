@@ -1,7 +1,8 @@
 """Finds the repeated blocks of a model, and how its weights and sequences can be cut over ranks.
 
 Blocks are the units of checkpointing, compilation, sharding and adapters. A Hugging Face model's
-class and config name its blocks and the styles by which tensor parallelism cuts its layers.
+class and config name its blocks and the styles by which tensor parallelism cuts its layers. Users
+name the blocks of other modules by the argument `units` (`set_blocks`).
 `common_facts` counts the weights for the planner.
 
 Functions called `reason_…` return why something does not work for a model; empty if it works.
@@ -156,7 +157,7 @@ def _layer_kinds(model: Any) -> set[str]:
     return set(getattr(text_config, "layer_types", None) or ())
 
 
-def reason_for_whole_sequences(model: Any) -> str:
+def reason_against_context_parallelism(model: Any) -> str:
     """Return why context parallelism cannot cut a model's sequences; empty if it can.
 
     The answer follows from the model's class and config.
@@ -244,14 +245,14 @@ def _weights_by_block(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple
             style = styles.get(id(enclosing[-1]), "")
         # If blocks are nested, the weight belongs to the innermost one only.
         depths = [depth for depth, module in enumerate(enclosing) if id(module) in block_index]
-        first_owner = max(depths, default=0)
-        owners = tuple(type(module).__name__ for module in enclosing[first_owner:])
+        depth_of_owner = max(depths, default=0)
+        owners = tuple(type(module).__name__ for module in enclosing[depth_of_owner:])
         shape = tuple(parameter.shape)
         if depths:
             has_passed_blocks = True
-            name_in_block = ".".join(path[first_owner + 1 :])
+            name_in_block = ".".join(path[depth_of_owner + 1 :])
             weight = Weight(name_in_block, shape, parameter.requires_grad, style, owners)
-            index = block_index[id(enclosing[first_owner])]
+            index = block_index[id(enclosing[depth_of_owner])]
             in_blocks[index].append(weight)
             continue
         # Parameters come in the model's order, so a weight before those of the first block is used
@@ -523,17 +524,19 @@ def _holds_experts(module: Any) -> bool:
     Each of its own parameters then has an entry for each expert, and one has a matrix for each.
     """
     number = getattr(module, "num_experts", None)
+    if number is None:
+        return False
     own = _own_parameters(module)
     if any(parameter.shape[:1] != (number,) for parameter in own):
         return False
     return any(parameter.ndim == 3 for parameter in own)
 
 
-def reason_for_whole_stream(model: Any) -> str:
-    """Return why tensor-parallel ranks need all tokens between cut layers; empty if they do not.
+def reason_against_sequence_parallelism(model: Any) -> str:
+    """Return why sequence parallelism is not possible; empty if it is.
 
-    If not, each rank can hold a part of the tokens there (sequence parallelism, Korthikanti et al.
-    2022).
+    Under it each tensor-parallel rank holds a part of the tokens between the cut layers
+    (Korthikanti et al. 2022).
     """
     plan = tensor_plan(model)
     if block_list(model) is None or not plan:

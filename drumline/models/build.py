@@ -41,9 +41,9 @@ class ModelHead:
     kind: Head = "lm"
     # The names of classes: a head of classes has a logit for each.
     labels: tuple[str, ...] = ()
-    # A head of classes, scores or values is drawn if the files lack it, or have it in another shape.
-    # False: that is an error, since a frozen model needs a trained head.
-    draws: bool = True
+    # Whether a head of classes, scores or values may be drawn at random, if the files lack it or
+    # have it in another shape. If not, that raises ModelError: a frozen model needs a trained head.
+    may_be_drawn: bool = True
 
 
 LM_HEAD = ModelHead()
@@ -61,14 +61,15 @@ def lay_out(
 ) -> tuple[Any, Source]:
     """Return a model without weights, in fp32 or `dtype`, and the source of its weights.
 
-    The weights are those of `path`, or drawn from `seed` if `init` is random.
+    The weights are those of `path`, or drawn from `seed` if `init` is random. `draw_device`:
+    torch's name of the device whose generator draws, such as cuda (see `DrawnWeights`); None:
+    `device`.
 
     Parameters and persistent buffers are on the meta device, other buffers are real. A model whose
     weights cannot be read in parts is built whole on `device`; the reason is logged. Attention is
     transformers' own. If `model.attention` names none of transformers', it is the default: sdpa, or
     eager for a class without sdpa (`models.attention` replaces it).
 
-    `draw_device`: the device that the run trains on, whose generator draws; None: `device`.
     `checkpoint_keys`: names of tensors that a checkpoint will fill; if these are all, no file is
     read.
     Raises ModelError, also if the folder lacks weights of some part of the model (transformers
@@ -98,7 +99,7 @@ def lay_out(
         files = find_weights_in_files(pretrained, model, built, heads, growth)
         # Heads that the files lack, such as the score of a reward model made of a causal LM.
         lacking = heads - files.places.keys()
-        if not head.draws:
+        if not head.may_be_drawn:
             _require_heads(lacking, pretrained)
         if not lacking:
             return built, files
@@ -205,7 +206,8 @@ def _read_whole_model(
     Raises ModelError if the files lack weights of a language model, or of a head that may not be
     drawn.
     """
-    # transformers reads the files by a config of their own number of rows; `grow_whole` adds the rest.
+    # transformers reads the files by a config of their own number of rows; `grow_whole` adds the
+    # rest.
     stored = config
     if growth is not None and growth.added:
         stored = deepcopy(config)
@@ -227,7 +229,7 @@ def _read_whole_model(
     for name, *_ in report["mismatched_keys"]:
         lacking.add(name)
     heads = extra_heads(built)
-    if not head.draws:
+    if not head.may_be_drawn:
         _require_heads(heads & lacking, path)
     missing = lacking - heads
     if missing:

@@ -8,11 +8,15 @@ from drumline.config.model import Head
 from drumline.errors import ModelError
 
 CLASSES = "single_label_classification"
-# Head → (Auto class, name of such models).
+# Head → (Auto class, name of such models). A new head also needs its layer in `scores.add_head`.
 AUTO: dict[Head, tuple[str, str]] = {
+    # Logits of the next token.
     "lm": ("AutoModelForCausalLM", "causal language model"),
+    # These, and a value of each token: the policy of PPO.
     "valued": ("AutoModelForCausalLM", "causal language model"),
+    # One score of each token: reward and value models.
     "score": ("AutoModelForSequenceClassification", "classifier of texts"),
+    # Logits of the classes of a text, or of an image.
     "text": ("AutoModelForSequenceClassification", "classifier of texts"),
     "image": ("AutoModelForImageClassification", "classifier of images"),
 }
@@ -126,9 +130,10 @@ def reads_images(model: Any) -> bool:
 def is_encoder(model: Any) -> bool:
     """Return whether the config of a language model makes it a bidirectional encoder, as for BERT.
 
-    Other bidirectional models are found by trying.
+    Other bidirectional models are found by a trial (`head.require_next_token`).
     """
-    # Other configs may have the key too: only a module that acts by it keeps its value.
+    # Configs of decoders may have this key, too. Only modules of models that obey it have an
+    # attribute `is_decoder`.
     if getattr(model.config, "is_decoder", None) is not False:
         return False
     return any(getattr(module, "is_decoder", None) is False for module in model.modules())

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from drumline.vendor.torch import tree_map
+from drumline.vendor.torch import tree_leaves, tree_map
 
 # Precision of a config → the type of weights that are kept in it.
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,7 +33,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> 
 def _change_within(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Return a copy of a container that torch does not know, with its tensors changed.
 
-    A container without a tensor is returned itself. `change`: as in `map_tensors`.
+    A container in which no tensor is replaced is returned itself. `change`: as in `map_tensors`.
     """
     is_mapping = isinstance(value, MutableMapping)
     items: dict[Any, Any] = {}
@@ -47,9 +47,11 @@ def _change_within(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -
     changed = {}
     for key, item in items.items():
         new_item = map_tensors(change, item)
-        if new_item is not item:
+        # `tree_map` makes new lists and dictionaries, so only their leaves show a change.
+        old_leaves = tree_leaves(item)
+        new_leaves = tree_leaves(new_item)
+        if any(new is not old for new, old in zip(new_leaves, old_leaves, strict=True)):
             changed[key] = new_item
-    # Without a tensor in it the object stays the same one.
     if not changed:
         return value
     # The caller's own object keeps its tensors.

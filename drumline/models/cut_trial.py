@@ -38,11 +38,12 @@ class CutTrial:
 
     `failure`: why the model's code does not work on a rank's part; empty if it does, or if that is
     not known.
-    `on_parts`: names of the modules whose own weights are whole and act on tensors that are cut.
+    `with_partial_gradients`: names of the modules whose own weights are whole on each rank and act
+    on sharded activations. On each rank the gradient of such a weight is partial.
     """
 
     failure: str = ""
-    on_parts: tuple[str, ...] = ()
+    with_partial_gradients: tuple[str, ...] = ()
 
 
 @dataclass
@@ -91,17 +92,17 @@ def try_cut(model: Any) -> CutTrial:
     return _result_of(trial, graph)
 
 
-def weights_on_parts(model: Any) -> list[str]:
-    """Return the names of the modules whose own weights are whole on each rank and act on parts.
+def modules_with_partial_gradients(model: Any) -> list[str]:
+    """Return the names of the modules with whole weights that act on sharded activations.
 
-    The gradient of such a weight on a rank is a summand. Raises PlanError if the model's code does
-    not run on a part.
+    On each rank the gradient of such a weight is partial: it has to be summed over the
+    tensor-parallel ranks. Raises PlanError if the model's code does not run on a rank's part.
     """
     trial = try_cut(model)
     if trial.failure:
         raise PlanError(trial.failure, where="strategy.tp", fix="use strategy=fsdp2")
     # The trial had fewer layers: the weights of all layers of a kind behave alike.
-    kinds = {_mask_numbers(name) for name in trial.on_parts}
+    kinds = {_mask_numbers(name) for name in trial.with_partial_gradients}
     return [name for name, _ in model.named_modules() if _mask_numbers(name) in kinds]
 
 
@@ -254,8 +255,8 @@ def _pass_tokens_on(hidden: Tensor, *_choices: Any) -> Tensor:
 def _experts_forward(graph: _Graph) -> Callable[..., Tensor]:
     """Return the forward of experts, which take tokens, their choices, and weights of these.
 
-    See `engine.experts`. It multiplies the tokens by the weights in place of the experts' products, so
-    that the graph has the same inputs.
+    See `engine.experts`. It multiplies the tokens by the weights in place of the experts' products,
+    so that the graph has the same inputs.
     """
 
     def run(*inputs: Tensor) -> Tensor:
@@ -270,7 +271,11 @@ def _experts_forward(graph: _Graph) -> Callable[..., Tensor]:
 
 
 def _result_of(trial: Any, graph: _Graph) -> CutTrial:
-    """Return which whole weights act on parts, or that whole tensors do, which fails."""
+    """Return the result of a trial that ran.
+
+    The trial fails if a replicated activation meets a sharded one, since its gradient would be
+    incomplete.
+    """
     names = {id(weight): name for name, weight in trial.named_parameters()}
     modules: list[str] = []
     for node in _nodes_between(graph):
@@ -280,13 +285,14 @@ def _result_of(trial: Any, graph: _Graph) -> CutTrial:
         name = names.get(id(getattr(node, "variable", None)))
         if name is not None:
             modules.append(name.rpartition(".")[0])
-    return CutTrial(on_parts=tuple(dict.fromkeys(modules)))
+    return CutTrial(with_partial_gradients=tuple(dict.fromkeys(modules)))
 
 
 def _nodes_between(graph: _Graph) -> Iterator[Any]:
     """Yield the autograd nodes between row-parallel inputs and column-parallel outputs.
 
-    The walk goes back from the inputs to the outputs that feed them. A replicated node on the way is yielded too, and what feeds it is not.
+    The walk goes back from the inputs to the outputs that feed them. A replicated node on the way
+    is yielded too, and what feeds it is not.
     """
     waiting = [node for node in graph.row_parallel_inputs if node is not None]
     seen = {*graph.sharded}

@@ -30,9 +30,9 @@ from drumline.models.files import (
     OnProgress,
     find_file,
     silence_transformers,
+    temporary_folder_beside,
     tokenizer_folder,
     weights_digest,
-    write_beside,
 )
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config
@@ -84,7 +84,7 @@ def export(
     progress: OnProgress = lambda phase, done, total: None,
     dtype: str = "auto",
     adapter: bool = False,
-    trust: bool = False,
+    trust_remote_code: bool = False,
 ) -> ExportResult:
     """Write a checkpoint of `run_dir` to folder `to` as a Hugging Face folder.
 
@@ -92,6 +92,7 @@ def export(
     best by eval.metric (the newest if none was measured), or that of a step. `dtype`: a key of
     DTYPES, or auto, which takes `checkpoint.export_dtype` of the run.
     `adapter`: write only the adapters of a LoRA run, as PEFT's files; else they are merged.
+    `trust_remote_code`: whether the model's own code may run, see `plan_of`.
     An older export in `to` is replaced. Raises CheckpointError, ModelError, EnvironmentFault, and
     DrumlineError if the folder does not read back as the same model; then `to` is as it was.
     """
@@ -99,7 +100,7 @@ def export(
     if dtype not in ("auto", *DTYPES):
         fix = f"one of auto, {', '.join(DTYPES)}"
         raise EnvironmentFault(f"no dtype {dtype!r}", where="--dtype", fix=fix)
-    plan = plan_of(run_dir, trust)
+    plan = plan_of(run_dir, trust_remote_code)
     base = None
     if adapter:
         base = _base_model_name(plan)
@@ -115,7 +116,7 @@ def export(
     step = check(checkpoint, verify=False, collective=False).step
     progress("export", 1, 4)
     fix = "choose a folder on a disk with space, or one that is yours"
-    with write_beside(to, "cannot write", to, fix) as temporary:
+    with temporary_folder_beside(to, "cannot write", to, fix) as temporary:
         _require_space(to.parent, trainable)
         # Before the weights, since it may set the padding id in the model's config.
         _save_tokenizer_or_processor(plan, source, model, temporary)
@@ -200,12 +201,13 @@ def _choose_dtype(wanted: str, plan: Plan, adapter: bool) -> str:
 
 
 def _round_weights(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tuple[list[Any], float]:
-    """Round the trainable parameters to `dtype`, and return them with what that changed.
+    """Cast the weights that will be written to `dtype`, and return (weights, change of the logits).
 
-    The change is `ExportResult.rounding`, and may have any size that rounding explains. Weights
-    beyond the range of the type become infinite or zero, which rounding does not explain. So the
-    limit is how far the same logits move if each weight is moved within the bits that the type
-    lacks. Raises DrumlineError beyond it.
+    These are the trainable parameters: all of a merged model, or only those of its adapters. fp32
+    changes nothing. The change is `ExportResult.rounding`. Rounding may change the logits by as
+    much as they move if each weight is moved at random within the bits that the type lacks. Raises
+    DrumlineError for a larger change, such as that of weights beyond the range of the type, which
+    become infinite or zero.
     """
     # Only parameters. Rotary frequencies are buffers and in no file, so they must not be rounded.
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -238,13 +240,16 @@ def _round_weights(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tupl
     return trainable, change / divisor
 
 
-def find_or_export(run_dir: Path, adapter: bool, progress: OnProgress, trust: bool = False) -> Path:
+def find_or_export(
+    run_dir: Path, adapter: bool, progress: OnProgress, trust_remote_code: bool = False
+) -> Path:
     """Return a folder that `export` has written of a run, or write one.
 
     RUN/export is returned if it has this form (merged, or an adapter) and is of the checkpoint that
-    the run exports. If not, a folder beside it is returned. Raises what `export` raises.
+    the run exports. If not, a folder beside it is returned. `trust_remote_code`: as in `plan_of`.
+    Raises what `export` raises.
     """
-    plan = plan_of(run_dir, trust)
+    plan = plan_of(run_dir, trust_remote_code)
     root = run_dir / "checkpoints"
     which: Which = "best"
     if plan.config.checkpoint.export == "last":
@@ -265,7 +270,10 @@ def find_or_export(run_dir: Path, adapter: bool, progress: OnProgress, trust: bo
     to = run_dir / "export"
     if to.exists():
         to = run_dir / own_name
-    return export(run_dir, to, which, progress, adapter=adapter, trust=trust).path
+    result = export(
+        run_dir, to, which, progress, adapter=adapter, trust_remote_code=trust_remote_code
+    )
+    return result.path
 
 
 def _is_export_of(folder: Path, adapter: bool, checkpoint: Path | None) -> bool:
@@ -285,14 +293,14 @@ def _is_export_of(folder: Path, adapter: bool, checkpoint: Path | None) -> bool:
     return provenance.get("checkpoint") == checkpoint.name
 
 
-def read_run(run_dir: Path, trust: bool = False) -> tuple[Any, Any, Path]:
+def read_run(run_dir: Path, trust_remote_code: bool = False) -> tuple[Any, Any, Path]:
     """Return a run's model, tokenizer and best checkpoint: what `export` would write, in memory.
 
-    The model is in eval mode and fp32, its adapters merged. Raises CheckpointError if the run has
-    no whole checkpoint.
+    The model is in eval mode and fp32, its adapters merged. `trust_remote_code`: as in `plan_of`.
+    Raises CheckpointError if the run has no whole checkpoint.
     """
     checkpoint = _choose_checkpoint(run_dir / "checkpoints", "best")
-    model, tokenizer = read_checkpoint(plan_of(run_dir, trust), checkpoint)
+    model, tokenizer = read_checkpoint(plan_of(run_dir, trust_remote_code), checkpoint)
     return model, tokenizer, checkpoint
 
 
@@ -317,8 +325,8 @@ def _build_trained_model(plan: Plan, model: ModelConfig, checkpoint: Path, merge
     if plan.base is not None and weights_digest(path) not in (None, plan.base):
         what = "its frozen weights are not those that the run was trained on top of"
         raise ModelError(what, where=f"model {path}", fix="bring the old ones back")
-    # A checkpoint has only trainable weights. Frozen ones are read from the model's files or drawn
-    # again.
+    # A checkpoint has only trainable weights. Frozen ones are read from the model's files, or drawn
+    # again on the CPU, as the run did on any device (`draw_device` in plan.plan).
     kept = _model_tensors(checkpoint)
     weights_seed = derive(seed, "weights")
     built = build_model(
@@ -395,12 +403,13 @@ def _save_tokenizer_or_processor(plan: Plan, model: ModelConfig, module: Any, fo
     tokenizer.save_pretrained(folder)
     if model.chat_template is not None:
         _add_ends(getattr(module, "generation_config", None), end_ids(tokenizer))
-    tokenizer_files = tokenizer_folder(path or model.tokenizer or "")
-    if not tokenizer_files:
+    # The model's own folder first: a tokenizer's folder may have no image processor.
+    processor_folder = tokenizer_folder(path or model.tokenizer or "")
+    if not processor_folder:
         return
     for name in PROCESSOR_FILES:
         file = find_file(
-            tokenizer_files, name, model, _raise_exceptions_for_connection_errors=False
+            processor_folder, name, model, _raise_exceptions_for_connection_errors=False
         )
         if file:
             shutil.copyfile(file, folder / name)
@@ -461,18 +470,18 @@ def _portable_name(model: ModelConfig, base: str) -> str:
     return base
 
 
-def plan_of(run_dir: Path, trust: bool) -> Plan:
+def plan_of(run_dir: Path, trust_remote_code: bool) -> Plan:
     """Return the plan of a run folder.
 
-    `trust`: whether the model's own code may run. The folder does not decide that, since it may be
-    a stranger's.
+    `trust_remote_code`: whether the model's own code may run. The folder does not decide that,
+    since it may be a stranger's.
     """
     path = run_dir / "plan.json"
     if not path.exists():
         what = "not a run folder: it has no plan.json"
         fix = "name the folder that `drumline train` printed"
         raise CheckpointError(what, where=str(run_dir), fix=fix)
-    plan = Plan.load(path, trust)
+    plan = Plan.load(path, trust_remote_code)
     if plan.config.has_own_module:
         what = "a module of your own is no Hugging Face model"
         fix = (
@@ -480,13 +489,18 @@ def plan_of(run_dir: Path, trust: bool) -> Plan:
             " where checkpoint.export is not none; drumline.load gives the module"
         )
         raise ModelError(what, where=str(run_dir), fix=fix)
-    model = plan.config.model.model_copy(update={"trust_remote_code": trust})
+    update = {"trust_remote_code": trust_remote_code}
+    model = plan.config.model.model_copy(update=update)
     config = plan.config.model_copy(update={"model": model})
     return plan.model_copy(update={"config": config})
 
 
 def _choose_checkpoint(root: Path, which: Which) -> Path:
-    """Return the checkpoint to read. Raises CheckpointError; only `last` skips damaged ones."""
+    """Return the checkpoint to read.
+
+    The checkpoint of a step, or the one that was measured as the best, must be whole. Otherwise it
+    is the newest whole one, and damaged ones are skipped. Raises CheckpointError.
+    """
     path = None
     if isinstance(which, int):
         path = root / folder_name(which)
@@ -590,8 +604,9 @@ def _require_read_back(model: Any, expected: torch.Tensor, plan: Plan, folder: P
     """Return how far the logits of a model that was read back, fp32, are from `expected`.
 
     A whole model has the same weights to the last bit and the same arithmetic, so they are equal.
-    Adapters over their base are added up in another way where factors began in the base layer: then
-    the limit is what rounding does to these logits. Raises DrumlineError beyond it.
+    With PiSSA the folder's adapter is added to the base in another order than in memory (see
+    `adapters.save_adapter`): then the logits may differ by what rounding does to them. Raises
+    DrumlineError for a larger difference.
     """
     again = _logits(model, plan)
     if torch.equal(again, expected):

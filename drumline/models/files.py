@@ -53,6 +53,9 @@ MOST_PARTS = 2**15
 DROPOUT_KEYS = re.compile(
     r"(.*_)?dropout(_prob|_rate)?|(attn|embd|resid|summary_first)_(pdrop|dropout)"
 )
+# Words of transformers' errors about an implementation of attention. The word attention alone is in
+# names of other keys, such as num_attention_heads.
+ATTENTION_WORDS = ("attn_implementation", "attention implementation", "flash", "flex_attention")
 # Keys of sizes, at any depth of a config: a whole number from 1 on, or null. A list has one for
 # each layer.
 SIZE_KEYS = re.compile(
@@ -61,18 +64,18 @@ SIZE_KEYS = re.compile(
 )
 
 
-def resolve(model: ModelConfig, on_progress: OnProgress, named: str = "model.id ") -> str | None:
+def resolve(model: ModelConfig, on_progress: OnProgress, label: str = "model.id") -> str | None:
     """Return the local folder or hub id to load a model from; None if it has no files.
 
     A hub id stays an id if the hub answers. If not, it becomes the folder of its cached snapshot,
-    so that nothing calls the hub again. `named`: what errors write before the id. Raises ModelError
-    for a folder without a model, a package that is not installed, an id that the hub does not know,
-    and one that is not cached while offline; within about 5 seconds.
+    so that nothing calls the hub again. `label`: the key that errors name before the id. Raises
+    ModelError for a folder without a model, a package that is not installed, an id that the hub
+    does not know, and one that is not cached while offline; within about 5 seconds.
     """
     if model.id is None:
         return None
     folder = expanded(model.id)
-    where = f"{named}{model.id}"
+    where = f"{label} {model.id}".lstrip()
     if model.id.startswith(mirror.PREFIX):
         return mirror.download(model.id, model.revision, "model", ModelError, where)
     is_package = model.id.startswith(PREFIX)
@@ -86,7 +89,7 @@ def resolve(model: ModelConfig, on_progress: OnProgress, named: str = "model.id 
             fix="take model.revision out",
         )
     if is_package:
-        return str(_convert_package(model.id.removeprefix(PREFIX), on_progress, named))
+        return str(_convert_package(model.id.removeprefix(PREFIX), on_progress, label))
     if folder.is_dir():
         if not (folder / "config.json").exists():
             fix = "name a folder that save_pretrained or `drumline export` wrote"
@@ -193,7 +196,7 @@ def _find_in_cache(name: str, revision: str | None, reason: str, where: str) -> 
     raise ModelError(what, where=where, fix=fix)
 
 
-def _convert_package(name: str, on_progress: OnProgress, named: str = "model.id ") -> Path:
+def _convert_package(name: str, on_progress: OnProgress, label: str = "model.id") -> Path:
     """Return the one GGUF file that an installed distribution ships, as a Hugging Face folder.
 
     The folder is written once, whole or not at all. It has fp32 safetensors, dequantised by
@@ -201,7 +204,7 @@ def _convert_package(name: str, on_progress: OnProgress, named: str = "model.id 
     Raises ModelError (gguf is not installed, or cannot read the file) and EnvironmentFault (the
     cache cannot be written, or its disk is full).
     """
-    where = f"{named}{PREFIX}{name}"
+    where = f"{label} {PREFIX}{name}".lstrip()
     try:
         distribution = metadata.distribution(name)
     except (metadata.PackageNotFoundError, ValueError):
@@ -221,7 +224,7 @@ def _convert_package(name: str, on_progress: OnProgress, named: str = "model.id 
     model, tokenizer = _read_gguf(file)
     on_progress(phase, 1, 3)
     fix = "free space, or set XDG_CACHE_HOME to another disk"
-    with write_beside(
+    with temporary_folder_beside(
         target, "the converted model cannot be written", target.parent, fix
     ) as temporary:
         model.save_pretrained(temporary)
@@ -263,7 +266,7 @@ def _read_gguf(source: Path) -> tuple[Any, Any]:
     options: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
     try:
         # transformers' reader draws a progress bar on stderr, which no option turns off.
-        with redirect_stderr(io.StringIO()), _read_once():
+        with redirect_stderr(io.StringIO()), _patch_gguf_reader():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(source.parent), dtype=torch.float32, **options
             )
@@ -290,13 +293,13 @@ def _read_gguf(source: Path) -> tuple[Any, Any]:
 
 
 @contextmanager
-def _read_once() -> Iterator[None]:
-    """Make transformers read a GGUF file faster within the context.
+def _patch_gguf_reader() -> Iterator[None]:
+    """Replace functions of the package gguf within the context, so that a file is read faster.
 
-    gguf then parses a file once (transformers does it three times), and names an architecture's
-    tensors once (transformers does it for each module). It also reads strings through plain views,
-    since most of its time went into memmaps of single strings. SmolLM2-135M (Q4_1) took 4.9 s
-    instead of 22.9 s on 2 cores, with the same result.
+    gguf then parses a file once, although transformers asks three times. It names an architecture's
+    tensors once, although transformers asks for each module. It also reads strings through plain
+    views, since most of its time went into memmaps of single strings. SmolLM2-135M (Q4_1) took
+    4.9 s instead of 22.9 s on 2 cores, with the same result.
     """
     from unittest import mock
 
@@ -325,11 +328,12 @@ def silence_transformers() -> None:
 
 
 @contextmanager
-def write_beside(folder: Path, what: str, where: Path, fix: str) -> Iterator[Path]:
-    """Yield a temporary folder beside `folder`, which is removed at the end unless it is renamed.
+def temporary_folder_beside(folder: Path, what: str, where: Path, fix: str) -> Iterator[Path]:
+    """Yield a new folder beside `folder`, for the files that `folder` will have.
 
-    Raises EnvironmentFault if it cannot be written. `what`, `where`, `fix`: the parts of that
-    error.
+    The caller writes the files and renames the folder to `folder`. If it does not, or fails, the
+    new folder is removed. Raises EnvironmentFault if it cannot be written; `what`, `where` and
+    `fix` are the parts of that error.
     """
     try:
         with temporary_folder(folder.parent) as temporary:
@@ -494,7 +498,7 @@ def _loading_error(
 ) -> DrumlineError:
     """Return the error of one line for a failure of one of transformers' loaders."""
     text = str(error)
-    if "trust_remote_code" in text:
+    if "trust_remote_code" in text and not model.trust_remote_code:
         what = "this model brings code of its own and model.trust_remote_code is off"
         fix = (
             "read that code, then add --trust-remote-code,"
@@ -511,9 +515,7 @@ def _loading_error(
     if reason == PICKLE:
         fix = "ask for these weights as safetensors, or convert them where you trust the file"
         return ModelError(f"its weights are {PICKLE}", where=path, fix=fix)
-    is_about_attention = any(
-        word in text.lower() for word in ("attn_implementation", "attention", "flash")
-    )
+    is_about_attention = any(word in text.lower() for word in ATTENTION_WORDS)
     if model.attention != "auto" and is_about_attention:
         where = f"model.attention {model.attention}"
         return ModelError(reason, where=where, fix="use attention: auto")
@@ -524,7 +526,7 @@ def _loading_error(
         fix = _fix_of_files(text, files)
         return ModelError(f"cannot be loaded: {reason}", where=path, fix=fix)
     fix = "check the id and the network, or give a local folder"
-    return ModelError(f"cannot be had: {reason}", where=path, fix=fix)
+    return ModelError(f"cannot be downloaded or loaded: {reason}", where=path, fix=fix)
 
 
 def _fix_of_files(text: str, files: str) -> str:
@@ -541,7 +543,10 @@ def _fix_of_files(text: str, files: str) -> str:
 
 
 def _key_of(values: dict[str, Any], wanted: Any) -> str | None:
-    """Return the key whose value is `wanted`, as `outer.inner` if it lies deeper; None without one."""
+    """Return the key whose value is `wanted`; None if there is none.
+
+    A key at a deeper level is returned as `outer.inner`.
+    """
     for key, value in values.items():
         if value == wanted:
             return key

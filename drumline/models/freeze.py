@@ -72,20 +72,24 @@ def trainable_names(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def cast_frozen(
-    parts: Iterable[nn.Module], dtype: torch.dtype, vectors: bool = False, trainable: bool = False
+def cast_weights(
+    modules: Iterable[nn.Module],
+    dtype: torch.dtype,
+    include_vectors: bool = False,
+    include_trainable: bool = False,
 ) -> None:
-    """Cast the frozen weights of some modules to `dtype`, the type of their products.
+    """Cast the frozen matrices of some modules to `dtype`, the type of their products.
 
-    16 bits take half the memory of fp32. `trainable`: whether weights that are not frozen are cast
-    too. `vectors`: whether norms and biases are cast too. They are one entry in thousands, and a
-    CPU's kernels of norms require fp32 weights for fp32 inputs. Packed weights stay packed. The
-    parameters may be on the meta device, and each stays the same object, so ties hold.
+    16 bits take half the memory of fp32. `include_trainable`: weights that are not frozen are cast,
+    too. `include_vectors`: so are norms and biases. These have few entries, so that little memory
+    would be saved, and a CPU's kernels of norms require fp32 weights for fp32 inputs. Packed
+    weights stay packed. The parameters may be on the meta device, and each stays the same object,
+    so ties hold.
     """
-    for part in parts:
-        for parameter in part.parameters():
-            is_chosen = trainable or not parameter.requires_grad
-            has_chosen_shape = vectors or parameter.ndim >= 2
+    for module in modules:
+        for parameter in module.parameters():
+            is_chosen = include_trainable or not parameter.requires_grad
+            has_chosen_shape = include_vectors or parameter.ndim >= 2
             if is_chosen and has_chosen_shape and parameter.is_floating_point():
                 # `data` keeps the parameter the same object, which tied layers share.
                 parameter.data = parameter.data.to(dtype)
@@ -104,13 +108,14 @@ def return_fp32_embeddings(model: nn.Module) -> None:
             module.register_forward_hook(lambda _module, _inputs, hidden: hidden.float())
 
 
-def require_none_unfrozen(model: nn.Module, learned: set[str]) -> None:
-    """Raise ModelError for weights that learn now but were frozen when the model was spread.
+def require_none_unfrozen(model: nn.Module, initially_trainable: set[str]) -> None:
+    """Raise ModelError for weights that are trainable now but were frozen at the start.
 
-    `learned`: the weights that were trainable then. Only their gradients are averaged over ranks.
+    `initially_trainable`: names of the weights that were trainable when the strategy wrapped the
+    model. Only their gradients are averaged over ranks.
     """
-    late = set(trainable_names(model)) - learned
+    late = set(trainable_names(model)) - initially_trainable
     if late:
-        what = f"{min(late)} was frozen when the model was spread, and learns now"
+        what = f"{min(late)} was frozen when the strategy wrapped the model, and is trainable now"
         fix = "unfreeze it in build, or use ddp or fsdp2"
         raise ModelError(what, where="strategy", fix=fix)

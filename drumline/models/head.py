@@ -24,8 +24,8 @@ from drumline.models import kernels
 from drumline.models.attention import model_inputs
 from drumline.models.classes import bidirectional_error, ends_in_classes, reads_images
 from drumline.models.losses import (
-    Answers,
     LinearHead,
+    LogProbs,
     VocabularyPart,
     cross_entropy,
     linear_cross_entropy,
@@ -69,7 +69,7 @@ class Outputs:
     router_logits: Sequence[torch.Tensor] = ()
     # Whether Liger's kernel may compute the loss. It needs the whole head.
     fused: bool = False
-    # The batch's targets, and the places of those with a loss in this part, int64[M].
+    # The batch's targets, and the indices of this part's tokens with a target, int64[M].
     targets: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def class_logits(self) -> torch.Tensor:
@@ -77,7 +77,7 @@ class Outputs:
 
         They are whole on every rank that shares the samples.
         """
-        assert self.logits_BC is not None, "the model ends in classes"
+        assert self.logits_BC is not None, "the model has no head of classes"
         return self.logits_BC
 
     def sum_of_all(self) -> torch.Tensor:
@@ -101,7 +101,7 @@ class Outputs:
         elif self._has_fused_head(chunk):
             loss_sum, _ = self._fused_cross_entropy(targets_N)
         else:
-            learned_M = self._learned(targets_BT)
+            learned_M = self._target_rows(targets_BT)
             hidden_ND, head = self._hidden_and_head()
             loss_sum = linear_summed_loss(hidden_ND, head, targets_N, chunk, learned_M)
         return self._total(loss_sum)
@@ -118,7 +118,7 @@ class Outputs:
         elif self._has_fused_head(chunk):
             loss_sum, correct_N = self._fused_cross_entropy(targets_N)
         else:
-            learned_M = self._learned(targets_BT)
+            learned_M = self._target_rows(targets_BT)
             hidden_ND, head = self._hidden_and_head()
             loss_sum, correct_N = linear_cross_entropy(hidden_ND, head, targets_N, chunk, learned_M)
         correct_of_part = correct_N.view_as(targets_of_part)
@@ -135,7 +135,7 @@ class Outputs:
 
     def log_probs(
         self, targets_BT: torch.Tensor, chunk: int, temperature: float = 1.0, entropy: bool = False
-    ) -> Answers:
+    ) -> LogProbs:
         """Return log softmax(logits / temperature)[target], and with `entropy` the entropies.
 
         Both are fp32[B, T], 0 for a target of −100, and differentiable. The entropy of each token's
@@ -143,7 +143,7 @@ class Outputs:
         """
         targets_of_part = self._cut(targets_BT)
         targets_N = targets_of_part.reshape(-1)
-        learned_M = self._learned(targets_BT)
+        learned_M = self._target_rows(targets_BT)
         if self.logits_BTV is not None:
             logits_NV = self.logits_BTV.flatten(0, 1)
             chosen_N, entropy_N = log_probs(logits_NV, targets_N, temperature, entropy, learned_M)
@@ -161,8 +161,8 @@ class Outputs:
     def values(self) -> torch.Tensor:
         """Return the score or the value of each token, fp32[B, T]. Autocast is off for it."""
         hidden_BTD, score = self.hidden_BTD, self.score
-        assert hidden_BTD is not None, "the model has a head for this"
-        assert score is not None, "the model has a head for this"
+        assert hidden_BTD is not None, "the model has no head of scores or values"
+        assert score is not None, "the model has no head of scores or values"
         precise = torch.promote_types(hidden_BTD.dtype, torch.float32)
         with torch.autocast(hidden_BTD.device.type, enabled=False):
             weight = score.weight.to(precise)
@@ -173,7 +173,7 @@ class Outputs:
         return self._whole(values_BT1.squeeze(-1))
 
     def _hidden_and_head(self) -> tuple[torch.Tensor, LinearHead]:
-        """Return the arguments that losses over a head begin with: hidden states [N, D], and the head."""
+        """Return the hidden states, [N, D], and the head: the first arguments of losses over a head."""
         assert self.hidden_BTD is not None
         assert self.weight_VD is not None
         hidden_ND = self.hidden_BTD.flatten(0, 1)
@@ -184,8 +184,8 @@ class Outputs:
         hidden_ND, head = self._hidden_and_head()
         return kernels.linear_cross_entropy(hidden_ND, head.weight_VD, head.bias_V, targets_N)
 
-    def _learned(self, targets_BT: torch.Tensor) -> torch.Tensor | None:
-        """Return the places of the targets with a loss in this part, int64[M]; None: not known.
+    def _target_rows(self, targets_BT: torch.Tensor) -> torch.Tensor | None:
+        """Return the indices of this part's tokens with a target, int64[M]; None: not known.
 
         They are known for the batch's own targets, which the host has counted.
         """
@@ -319,8 +319,8 @@ def _keeps_documents_apart(small: Any, ids_BT: torch.Tensor) -> bool:
 def shares_prompts(model: Any, device: str) -> bool:
     """Return whether completions have the same numbers behind a shared prompt as behind their own.
 
-    Tried with eight tokens: a prompt of four, and two completions. False for a mixture that trains
-    its router, whose loss counts the tokens of rows.
+    This is tried with eight tokens: a prompt of four, and two completions. It is False for a
+    mixture that trains its router, whose loss counts the tokens of rows.
     """
     if not has_drumline_attention(model) or trains_router(model):
         return False
@@ -456,9 +456,9 @@ def _add_head(known: Outputs, head: nn.Linear, hidden_BTD: torch.Tensor) -> Outp
 def _known_targets(
     batch: Any, sequence: SequencePart | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return a batch's targets, and the places of its learned targets in this rank's part.
+    """Return a batch's targets, and the indices of the tokens with a target in this rank's part.
 
-    The places are int64[M]. None if the host has not counted them.
+    The indices are int64[M]. None if the host has not counted them.
     """
     learned_M = getattr(batch, "learned_M", None)
     if learned_M is None:
@@ -489,9 +489,10 @@ def _return_hidden(head: nn.Linear, hidden_BTD: torch.Tensor) -> torch.Tensor:
 class ForwardWithObjective(nn.Module):
     """A module whose forward runs the model and the objective.
 
-    So a data-parallel wrapper around it covers all uses of every weight. `splits`: whether the loss
-    takes hidden states. `router`: the router loss; None: it is not trained. `sequence`: the part of
-    each sequence that this rank computes; context parallelism sets it.
+    So a data-parallel wrapper around it covers all uses of every weight. `has_separable_head`:
+    whether the head can be left out of the forward, so that the loss takes hidden states. `router`:
+    the router loss; None: it is not trained. `sequence`: the part of each sequence that this rank
+    computes; context parallelism sets it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -511,7 +512,8 @@ class ForwardWithObjective(nn.Module):
             parts = trunk_and_head(self.model)
         model_outputs = compute_outputs(self.model, batch, parts, self.sequence)
         result = objective(model_outputs, batch)
-        # Only training has a router loss: `Engine.infer` has no gradients, and trials no weights.
+        # Only training has a router loss. `Engine.infer` runs without gradients, and the batches of
+        # trials have no `token_weights`.
         if not torch.is_grad_enabled() or not hasattr(batch, "token_weights"):
             return result.loss_sum, result.sums
         if self.router is None:

@@ -68,7 +68,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return `models.losses.linear_cross_entropy` by Liger's kernel, which chooses its chunks.
 
-    Sums of the weight's gradient are fp32. `hidden_ND`, `weight_VD`, `bias_V`, `targets_N`: as there.
+    The arguments are those of that function. Sums of the weight's gradient are fp32.
     """
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 

@@ -28,9 +28,9 @@ from drumline.models.blocks import (
     expert_modules,
     find_base_layer,
     is_head_tied,
+    reason_against_context_parallelism,
+    reason_against_sequence_parallelism,
     reason_for_mask,
-    reason_for_whole_sequences,
-    reason_for_whole_stream,
     reason_not_to_cut,
     tensor_plan,
     tower_flops,
@@ -239,9 +239,8 @@ def facts(
     - 12·layers·width·length for attention (PaLM, Chowdhery et al. 2022, appendix B), with width =
       heads × head size. This counts all pairs of positions of a row, as if it were one document and
       not causal.
-    - A vision tower is counted separately, since only image tokens use it, and without its
-    attention,
-      which depends on the sizes of images.
+    - A vision tower is counted separately, since only image tokens use it. Its attention is left
+      out, since it depends on the sizes of images.
 
     Raises ModelError for a model whose shapes are not known, and for an adapter's targets that are
     not in the model.
@@ -460,7 +459,11 @@ def _has_windows(text_config: Any) -> bool:
 
 
 def _cut_facts(model: Any) -> dict[str, Any]:
-    """Return the fields of ModelFacts for how a model of text can be cut, and why not."""
+    """Return the fields of ModelFacts for how a model of text can be cut over ranks.
+
+    Those for what it cannot do (`tp_failure`, `needs_mask`, `whole_stream`, `whole_sequences`,
+    `uncut`) have the reason as a text, which is empty if it can.
+    """
     plan = tensor_plan(model)
     # False if the projections of attention are gathered.
     cuts_heads = False
@@ -473,8 +476,8 @@ def _cut_facts(model: Any) -> dict[str, Any]:
         "tp_cuts_heads": cuts_heads,
         "tp_failure": try_cut(model).failure,
         "needs_mask": reason_for_mask(model),
-        "whole_stream": reason_for_whole_stream(model),
-        "whole_sequences": reason_for_whole_sequences(model),
+        "whole_stream": reason_against_sequence_parallelism(model),
+        "whole_sequences": reason_against_context_parallelism(model),
         "uncut": reason_not_to_cut(model),
     }
 

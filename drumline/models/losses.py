@@ -2,7 +2,7 @@
 
 With hidden states and a head only the logits of some tokens are in memory at once. The functions
 know no model and no batch. N tokens, M of them with a target, V entries of the vocabulary, D width;
-n tokens of one chunk.
+n tokens of one chunk. `learned_M` are the indices of the tokens with a target, int64[M].
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-# Log-probabilities and entropies of tokens.
-Answers = tuple[Tensor, Tensor | None]
+# The log-probabilities of tokens' targets, and the entropies of tokens or None.
+LogProbs = tuple[Tensor, Tensor | None]
 IGNORE = -100
 # Gradients of logits, softmax − one-hot, lie in [−1, 1]. Times this power of two they come near
 # fp16's largest value (65504), and small ones are not rounded to 0.
@@ -83,9 +83,9 @@ def linear_cross_entropy(
 
     `chunk`: tokens whose logits are in memory at once, at most; 0 for all.
     If the head has a part of the rows, softmax is over the rows of all ranks (Megatron-LM's
-    vocabulary-parallel loss, Shoeybi et al. 2019): loss, first choice and hidden's gradient are those
-    of the whole head on each rank. Collective then.
-    `learned_M`: int64, the rows with a target. None: they are searched, and the host waits.
+    vocabulary-parallel loss, Shoeybi et al. 2019): loss, first choice and hidden's gradient are
+    those of the whole head on each rank. Collective then.
+    `learned_M`: the indices of rows with a target. None: they are searched, and the host waits.
     """
     if head.part is None and chunk == 0:
         return cross_entropy(head.logits(hidden_ND), targets_N)
@@ -121,7 +121,7 @@ def linear_summed_loss(
 def _as_options(
     targets_N: Tensor, chunk: int, part: VocabularyPart | None, learned_M: Tensor | None
 ) -> tuple[Any, ...]:
-    """Return the arguments of `_LinearCrossEntropy` that follow the head's."""
+    """Return the arguments of `_LinearCrossEntropy.apply` between the head's and the last."""
     if learned_M is None:
         learned_M = _rows_with_target(targets_N)
     rows_at_once = _rows_at_once(chunk, targets_N)
@@ -139,8 +139,9 @@ def _rows_at_once(chunk: int, targets_N: Tensor) -> int:
 class _LinearCrossEntropy(torch.autograd.Function):
     """The sum of `linear_cross_entropy`, whose gradients the forward computes.
 
-    `options`: as `_as_options` returns them behind `learned_M`, and whether the first choices are
-    computed too.
+    The last four arguments of `apply` are: the most rows of a chunk, this rank's part of the head
+    or None, whether gradients are on around the call, and whether the first choices are computed
+    too.
     """
 
     @staticmethod
@@ -186,7 +187,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     correct_N[piece.rows] = first == piece.targets
                 # These overwrite the logits one after another, to save memory: logits − largest,
                 # its exp, softmax, and softmax − one-hot, which is d loss / d logits.
-                chosen, total = _sums(logits, top, piece.column, piece.is_mine, part)
+                chosen, total = _softmax_sums(logits, top, piece.column, piece.is_mine, part)
                 chosen_parts.append(chosen)
                 total_parts.append(total)
                 if any(wants):
@@ -308,7 +309,7 @@ def _pieces(
     return pieces
 
 
-def _sums(
+def _softmax_sums(
     logits: Tensor,
     top: Tensor,
     column: Tensor,
@@ -319,9 +320,9 @@ def _sums(
     """Return the sums over the whole vocabulary that losses are computed from, [n] each.
 
     With d = logit − top these are the target's d, Σ exp(d), and with `entropy` Σ exp(d) d.
-    `logits`: [n, V], over which exp(d) is written, with `entropy` d. `top`: [n], the largest logit
-    of each row, so that no exponential overflows. `column`, `is_mine`: see `_Piece`. Collective
-    with `part`.
+    `logits`: [n, V], overwritten: it has exp(d) afterwards, or d with `entropy`. `top`: [n], the
+    largest logit of each row, so that no exponential overflows. `column`, `is_mine`: see `_Piece`.
+    Collective with `part`.
     """
     logits.sub_(top[:, None])
     chosen = logits.gather(1, column)
@@ -446,7 +447,7 @@ def log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
     learned_M: Tensor | None = None,
-) -> Answers:
+) -> LogProbs:
     """Return log softmax(logits / temperature)[target], fp32[N], and with `entropy` the entropies.
 
     The entropies of the distributions are in nats, fp32[N]; without `entropy` None. Both are 0 for
@@ -477,11 +478,11 @@ def linear_log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
     learned_M: Tensor | None = None,
-) -> Answers:
+) -> LogProbs:
     """Return `log_probs(head.logits(hidden), …)` from the logits of few tokens at a time.
 
     The forward cannot compute gradients as that of `linear_cross_entropy` does, since it does not
-    know the gradient of each token's answer. It keeps the hidden states and each token's
+    know the gradient of each token's result. It keeps the hidden states and each token's
     log-sum-exp, and backward computes the logits again, chunk by chunk (recomputation, Chen et al.
     2016; of softmax from its log-sum-exp, Cut Cross-Entropy, Wijmans et al. 2025). With p = softmax
     and H its entropy: d log p_target / d logit = onehot − p, dH / d logit = −p (log p + H). Types
@@ -490,8 +491,8 @@ def linear_log_probs(
 
     `chunk`: tokens whose logits are in memory at once, at most, in forward and in backward; 0 for
     all, by autograd.
-    If the head has a part of the rows, the answers are those of the whole head. Collective then,
-    backward too.
+    If the head has a part of the rows, the results are those of the whole head. Forward and
+    backward are collective then.
     `learned_M`: as in `linear_cross_entropy`.
     """
     if learned_M is None:
@@ -501,12 +502,16 @@ def linear_log_probs(
         return log_probs(logits_NV, targets_N, temperature, entropy, learned_M)
     rows_at_once = _rows_at_once(chunk, targets_N)
     options = (targets_N, learned_M, rows_at_once, temperature, entropy, head.part)
-    answers: Answers = _LinearLogProbs.apply(hidden_ND, head.weight_VD, head.bias_V, *options)
-    return answers
+    results: LogProbs = _LinearLogProbs.apply(hidden_ND, head.weight_VD, head.bias_V, *options)
+    return results
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """The answers of `linear_log_probs`, whose backward computes the logits again."""
+    """The function of `linear_log_probs`, whose backward computes the logits again.
+
+    The last five arguments of `apply` are: `learned_M`, the most rows of a chunk, the temperature,
+    whether entropies are computed too, and this rank's part of the head or None.
+    """
 
     @staticmethod
     def forward(
@@ -516,8 +521,8 @@ class _LinearLogProbs(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_N: Tensor,
         *options: Any,
-    ) -> Answers:
-        """Return the answers, and keep each token's log-sum-exp for backward."""
+    ) -> LogProbs:
+        """Return log-probabilities and entropies, and keep each token's log-sum-exp for backward."""
         learned_M, chunk, temperature, entropy, part = options
         dtype = _product_dtype(hidden_ND)
         # Backward runs without the autocast of the forward, whose type it needs.
@@ -525,7 +530,7 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx.chunk = chunk
         ctx.temperature = temperature
         ctx.part = part
-        # So the gradient of an answer that no loss uses is None, and backward skips it.
+        # So the gradient of a result that no loss uses is None, and backward skips it.
         ctx.set_materialize_grads(False)
         precise = torch.promote_types(dtype, torch.float32)
         tokens = len(targets_N)
@@ -538,7 +543,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 rows = piece.rows
                 logits = _scaled_logits(hidden_ND[rows].to(dtype), weight, bias, temperature)
                 top = _largest_logit(logits, part)
-                chosen, total, *rest = _sums(
+                chosen, total, *rest = _softmax_sums(
                     logits, top, piece.column, piece.is_mine, part, entropy
                 )
                 log_total = total.log()
@@ -641,10 +646,10 @@ def _grad_logits(
 ) -> Tensor:
     """Return the gradient of logits / temperature, [n, V]; `log_p` is overwritten.
 
-    `log_p`: log softmax, [n, V]. `grad_chosen`, `grad_entropy`: the gradients of the answers, [n];
-    None: zero. `entropy`: [n]. `column`, `is_mine`: see `_Piece`.
+    `log_p`: log softmax, [n, V]. `grad_chosen`, `grad_entropy`: the gradients of log-probabilities
+    and entropies, [n]; None: zero. `entropy`: [n]. `column`, `is_mine`: see `_Piece`.
     """
-    # With g and h the gradients of the two answers, the formulas of `linear_log_probs` add up to
+    # With g and h these two gradients, the formulas of `linear_log_probs` add up to
     # g (onehot − p) − h p (log p + H) = p (−h (log p + H) − g) + g onehot.
     p = log_p.exp()
     if grad_chosen is None:

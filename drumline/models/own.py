@@ -33,9 +33,10 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def own_build(plan: Plan) -> Callable[[], nn.Module]:
-    """Return the function that builds the plan's module, with its options.
+    """Return a function without arguments that builds the plan's module.
 
-    Raises ConfigError if there is no such function. The function raises it if it fails.
+    Raises ConfigError if the builder is not found. The returned function raises ConfigError if the
+    builder fails.
     """
     model = plan.config.model
     builder = partial(find_builder(model, Path(plan.base_dir)), **model.options)
@@ -62,7 +63,8 @@ def _where(model: ModelConfig) -> str:
 def require_trainable(model: nn.Module, *, cut: bool, deepspeed: bool) -> None:
     """Raise ModelError for a module that no engine can train, or not the engine of this run.
 
-    `cut`: ranks keep parts of its weights, or of their optimizer's state.
+    `cut`: whether the weights, or their optimizer's state, are sharded over ranks. `deepspeed`:
+    whether DeepSpeed trains it.
     """
     # It has no extra states that JSON cannot hold. The check of each module finds these.
     saved = extra_states(model)
@@ -73,7 +75,7 @@ def require_trainable(model: nn.Module, *, cut: bool, deepspeed: bool) -> None:
     has_fp64_in_deepspeed = deepspeed and torch.float64 in types
     if has_mixed_parts or has_fp64_in_deepspeed:
         names = sorted(str(dtype).removeprefix("torch.") for dtype in types)
-        what = f"weights of {' and '.join(names)} are not cut"
+        what = f"weights of several types ({', '.join(names)}) cannot be sharded"
         raise ModelError(what, where="model", fix="use ddp, or float32 for all")
     for name, parameter in model.named_parameters():
         _require_trainable_parameter(name, parameter, cut, deepspeed)
@@ -95,7 +97,7 @@ def _require_trainable_module(name: str, module: nn.Module, *, is_saved: bool, c
         raise ModelError(what, where="model", fix=fix)
     if cut and getattr(module, "max_norm", None) is not None:
         what = (
-            f"max_norm of {name} changes a weight in forward, which is lost where weights are cut"
+            f"max_norm of {name} changes a weight in forward, which is lost if weights are sharded"
         )
         fix = "use ddp, or normalise in forward what it returns"
         raise ModelError(what, where="model", fix=fix)
@@ -115,7 +117,7 @@ def _require_trainable_parameter(
             " and call torch.view_as_complex in forward"
         )
     elif cut and parameter.ndim == 0:
-        what = "has no dimension to cut it along"
+        what = "has no dimension to shard it along"
         fix = "make it a vector of one: torch.ones(1); or use ddp"
     elif cut and not deepspeed and not parameter.is_contiguous():
         what = "is not contiguous"
@@ -153,7 +155,8 @@ def require_same(model: nn.Module) -> None:
 def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
     """Return the module with the weights of a checkpoint of a run, and the checkpoint.
 
-    The module is in eval mode on the CPU. `which`: best, or last. Raises CheckpointError if the run has no checkpoint.
+    The module is in eval mode on the CPU. `which`: best, or last. Raises CheckpointError if the run
+    has no checkpoint.
     """
     root = run_dir / "checkpoints"
     # None if the run has saved no checkpoint.
@@ -164,7 +167,8 @@ def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
     if checkpoint is None:
         raise CheckpointError("nothing was saved", where=str(run_dir))
     seed = derive(plan.config.run.seed, "weights")
-    # As ranks do: frozen weights are in no checkpoint.
+    # Frozen weights are in no checkpoint. They are drawn again, on the CPU as the ranks did
+    # (`ReplayedValues`, and `draw_device` in plan.plan).
     module, source = lay_out_module(own_build(plan), seed, "cpu")
     Values(source, "cpu", seed).fill(module)
     freeze(module, plan.config.model.freeze)
@@ -179,8 +183,8 @@ def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
 def export_weights(plan: Plan, which: str) -> Path:
     """Write the module's state dict to RUN/export/model.safetensors, and return the folder.
 
-    `which`: the best or the last checkpoint. Floats are written in `checkpoint.export_dtype`,
-    unless that is auto.
+    `which`: the best or the last checkpoint. Parameters and buffers of floats are written in
+    `checkpoint.export_dtype`, unless that is auto.
     """
     folder = Path(plan.run_dir) / "export"
     module, _ = read_module(plan, folder.parent, which)

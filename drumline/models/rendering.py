@@ -218,7 +218,7 @@ class _Counting(CodeGenerator):
     """
 
     def blockvisit(self, nodes_: Iterable[nodes.Node], frame: Any) -> None:
-        """Write the code of a block, ahead of it a step with the characters that it always writes."""
+        """Write a step that counts the characters which a block always writes, then the block."""
         body = list(nodes_)
         fixed_characters = sum(_fixed_characters(node) for node in body)
         self.writeline(f"environment.step({fixed_characters})")
@@ -306,7 +306,10 @@ _call_binop = Sandbox.call_binop
 def _limited_from_string(
     self: Sandbox, source: Any, *arguments: Any, **named: Any
 ) -> jinja2.Template:
-    """Replacement for `Sandbox.from_string`: compile a template whose filters are limited."""
+    """Replacement for `Sandbox.from_string`: compile a template whose filters are limited.
+
+    transformers makes an environment for each template, so no filter is limited twice.
+    """
     if len(source) > MOST_SOURCE:
         raise TooMuch(f"a template of {len(source)} characters is none")
     # It writes texts of any length.
@@ -324,7 +327,8 @@ def _limited_call(
 ) -> Any:
     """Replacement for `Sandbox.call`: call a function unless its result would be too large.
 
-    It may be a method. The first arguments have no names, since a macro may have arguments of any name.
+    It may be a method. The first arguments have no names, since a macro may have arguments of any
+    name.
     """
     step()
     name = getattr(function, "__name__", "")

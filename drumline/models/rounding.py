@@ -28,7 +28,8 @@ ROUNDED_BITS = {"bf16": 15, "fp16": 12}
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
-Bits = Callable[[torch.Tensor], int]
+# An fp32 weight → how many of its lowest mantissa bits may be changed.
+CountLowBits = Callable[[torch.Tensor], int]
 
 
 def largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -45,14 +46,17 @@ def largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return difference
 
 
-def product_bits_of(model: nn.Module) -> Bits:
+def product_bits_of(model: nn.Module) -> CountLowBits:
     """Return `product_bits` for the weights of a model: its layers tell which are convolutions."""
     filters = {id(layer.weight) for layer in model.modules() if isinstance(layer, CONVOLUTIONS)}
     return lambda weight: product_bits(weight, id(weight) in filters)
 
 
 def product_bits(weight: torch.Tensor, is_convolution: bool = False) -> int:
-    """Return how many low bits of an fp32 weight change its product as much as rounding does.
+    """Return the number of lowest mantissa bits of a weight that `rounding_limit` may change.
+
+    Random changes of these bits move a product with the fp32 weight by about as much as rounding in
+    fp32 moves the product itself.
 
     A sum of n products is off by about √n units of roundoff, in whatever order it is added up
     (Higham and Mary, 2019, "A new approach to probabilistic rounding error analysis"), and a unit
@@ -73,7 +77,7 @@ def rounding_limit(
     outputs: Callable[[], torch.Tensor],
     expected: torch.Tensor,
     weights: Iterable[torch.Tensor],
-    bits: Bits,
+    bits: CountLowBits,
 ) -> float:
     """Return by how much outputs of any shape may differ from `expected` through rounding alone.
 

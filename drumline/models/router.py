@@ -198,8 +198,9 @@ def loads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def router_metrics(sums: dict[str, float], denominator: float) -> dict[str, Any]:
     """Return the router's metrics of a step; {} for a model without experts.
 
-    `router_loss` is a mean like the loss, at best 1. `expert_load` is the share of each expert in
-    all choices, 1 / E if they are even.
+    `router_loss` is a mean like the loss, without the coefficient: k if the loads of the experts
+    are even, and more if not. `expert_load` is the share of each expert in all choices, 1 / E if
+    they are even.
     """
     metrics: dict[str, Any] = {}
     if "router_loss" in sums:

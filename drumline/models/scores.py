@@ -255,9 +255,10 @@ def _plain_ids(small: Any, ids_BT: torch.Tensor) -> torch.Tensor:
 
 
 def first_position(model: Any) -> int | None:
-    """Return the position id of a text's first token; None if the model takes no positions.
+    """Return the position id of a text's first token, 0 or as in RoBERTa the padding id + 1.
 
-    It is 0, or as in RoBERTa the padding id + 1, and found by trying.
+    It is found by a trial. None if the model takes no positions, or counts them in another way;
+    then it is given none.
     """
     return try_small(model, "cpu", _try_first_position)
 

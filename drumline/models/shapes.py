@@ -1,7 +1,8 @@
 """Shapes of well-known public models, for plans without the hub.
 
 Each row is from the model's config.json on the hub. Tests compare the numbers of parameters with
-the published ones. Any other model is planned from its folder, from the hub, or by `model.shape`.
+the published ones. `planner.sizes` reads known_sizes.txt, the planner's numbers for these models.
+Any other model is planned from its folder, from the hub, or by `model.shape`.
 """
 
 from __future__ import annotations
@@ -167,6 +168,8 @@ _GPT2 = {
     "gpt2-xl": (1600, 48, 25),
 }
 
+# A new line needs a line in known_sizes.txt, too, which has the sizes that the planner would count:
+# `python scripts/known_sizes.py` writes them all.
 _TABLE = """
 [llama]
 llama-2-7b    meta-llama/Llama-2-7b-hf    4096 11008 32  32 32 32000  4096
@@ -267,9 +270,9 @@ KNOWN: dict[str, Known] = {
 }
 # Of the model_types above, those of models that classify images and generate no text.
 OF_IMAGES = ("resnet",)
-# The part of a name that describes the tuning or packing of the weights, not their shapes.
-_TUNED = re.compile(r"(-(instruct|base|chat|it|pt|hf|text|inst|sft|dpo|v\d[\d.]*|\d{4}))+$")
-
+# Words in a name that say how the model was tuned, which changes no shape. Versions and dates
+# (-v0.1, -2507) are none of these: such models differ in rows, positions or more.
+_TUNING = re.compile(r"-(instruct|base|chat|it|pt|hf|text|inst|sft|dpo)(?=-|$)")
 
 # Families whose tuned models have the base model's id and -Instruct.
 _INSTRUCT = ("llama-3-", "llama-3.1-", "llama-3.2-", "llama-4-", "qwen2.5-", "smollm2-")
@@ -278,16 +281,17 @@ _INSTRUCT = ("llama-3-", "llama-3.1-", "llama-3.2-", "llama-4-", "qwen2.5-", "sm
 def find(name: str) -> Known | None:
     """Return a known model by its short name or its hub id, tuned or not; None if it is not known.
 
-    A tuned one is, for example, `meta-llama/Llama-3.1-8B-Instruct`.
+    A tuned one is, for example, `meta-llama/Llama-3.1-8B-Instruct`. Another version is another
+    model: `mistralai/Mistral-7B-v0.1` has fewer rows than v0.3.
     """
     short = _short(name)
-    untuned = _TUNED.sub("", short)
+    untuned = _TUNING.sub("", short)
     for word in (short, untuned):
         for form in (word, word.removeprefix("meta-")):
             if form in KNOWN:
                 return KNOWN[form]
     for known in KNOWN.values():
-        if _TUNED.sub("", _short(known.id)) == untuned:
+        if _TUNING.sub("", _short(known.id)) == untuned:
             return known
     return None
 
@@ -303,7 +307,7 @@ def hub_id(name: str) -> str:
     short = _short(name)
     if short.removeprefix("meta-") in KNOWN or short == _short(known.id):
         return known.id
-    tuning = short[len(_TUNED.sub("", short)) :]
+    tuning = short.removeprefix(_TUNING.sub("", short))
     if tuning == "-instruct" and short.removeprefix("meta-").startswith(_INSTRUCT):
         return f"{known.id}-Instruct"
     if tuning == "-it" and short.startswith("gemma"):

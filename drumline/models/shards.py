@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 from unittest import mock
 
 import torch
@@ -54,10 +54,18 @@ class NeedsFullModel(Exception):
 class Source(Protocol):
     """A source of the weights of a model."""
 
+    @property
+    def uses_module_names(self) -> bool:
+        """Whether `put` takes all tensors by their names in the module.
+
+        Otherwise it takes them by the names in a model's files (`file_name`), and no adapters,
+        which `Values` fills itself.
+        """
+
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
         """Fill `tensors`, the parameters and buffers of `model` or of a part of it.
 
-        Their names are those in files. Of a DTensor its local part is filled.
+        Of a DTensor its local part is filled.
         """
 
 
@@ -72,6 +80,8 @@ class Stored:
 
 class NothingToFill:
     """The source of a model that needs no values: it was built whole, or a checkpoint fills it."""
+
+    uses_module_names = False
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
         """Do nothing: there is nothing left to fill."""
@@ -113,7 +123,7 @@ class Values:
         allocated: dict[str, torch.Tensor] = dict(model.named_parameters())
         allocated |= dict(model.named_buffers())
         to_fill = {name: allocated[name] for name in empty if name not in self.checkpoint_keys}
-        if getattr(self.source, "by_name", False):
+        if self.source.uses_module_names:
             self.source.put(to_fill, model)
             return
         self._fill_derived(model, to_fill)
@@ -234,6 +244,7 @@ class FromFiles:
     rows of `growth`, which have a row for each token.
     """
 
+    uses_module_names: ClassVar[bool] = False
     places: dict[str, Stored] = field(repr=False)
     rest: Source = field(default_factory=NothingToFill)
     growth: Growth | None = None
@@ -321,14 +332,19 @@ def find_weights_in_files(
             continue
         if not found:
             raise NeedsFullModel(f"its files have no tensor {names[0]}")
-        first, *rest = found
         if shapes != {shape}:
-            raise NeedsFullModel(f"{first.key} has another shape in its files")
-        for other in rest:
-            if not _have_equal_values(first, other):
-                raise tied_weights_differ(first.key, rest[0].key, path)
-        places |= dict.fromkeys(names, first)
+            raise NeedsFullModel(f"{found[0].key} has another shape in its files")
+        _require_equal_values(found, path)
+        places |= dict.fromkeys(names, found[0])
     return FromFiles(places, growth=growth, grown=frozenset(grown))
+
+
+def _require_equal_values(tied: list[Stored], path: str) -> None:
+    """Raise ModelError if the stored tensors of one tied weight differ. `path`: the model's."""
+    first, *others = tied
+    for other in others:
+        if not _have_equal_values(first, other):
+            raise tied_weights_differ(first.key, other.key, path)
 
 
 def tied_weights_differ(one: str, other: str, where: str) -> ModelError:
@@ -492,13 +508,15 @@ class DrawnWeights:
     Raises NeedsFullModel for a model whose initialisation does not work piece by piece.
     """
 
+    uses_module_names = False
+
     def __init__(self, model: Any, seed: int, device: str = "cpu") -> None:
         """Copy the model, and make sure that it can be drawn piece by piece.
 
         `model`: laid out on the meta device, before any transform. `device`: the device whose
         generator draws. A GPU's generator gives other numbers than a CPU's. So a run on GPUs draws
-        on a GPU under every strategy, even weights that are kept on the host; all else draws on
-        the CPU.
+        on a GPU under every strategy, even weights that are kept on the host, unless the plan
+        says otherwise (`draw_device` in plan.plan); all else draws on the CPU.
         """
         # A copy: transforms put other modules into the model, and stages of a pipeline lose some.
         self.model = copy.deepcopy(model)

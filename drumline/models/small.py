@@ -188,7 +188,7 @@ def _layers_of_every_kind(model: Any, least: int) -> int:
 def _cut_config(config: Any, layers: int, narrow: bool) -> Any:
     """Return a copy of a config with its first `layers` layers.
 
-    With `narrow` also with few tokens and narrow feed-forward layers.
+    With `narrow` it also has few tokens and narrow feed-forward layers.
     """
     config = copy.deepcopy(config)
     text_config = config.get_text_config()

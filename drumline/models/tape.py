@@ -20,7 +20,13 @@ from torch import nn
 
 from drumline.dist.seeds import derive, use_host_seed, use_seed
 from drumline.errors import ModelError
-from drumline.models.shards import NeedsFullModel, NothingToFill, Source, copy_part
+from drumline.models.shards import (
+    NeedsFullModel,
+    NothingToFill,
+    Source,
+    canonical_tensors,
+    copy_part,
+)
 from drumline.vendor.torch import TorchDispatchMode, device_constructors, tree_leaves, tree_map_only
 
 logger = logging.getLogger(__name__)
@@ -41,12 +47,14 @@ OVERWRITES = {
 }
 
 
-def lay_out_module(build: Build, seed: int, device: str) -> tuple[nn.Module, Source]:
+def lay_out_module(
+    build: Build, seed: int, device: str, draw_device: str = "cpu"
+) -> tuple[nn.Module, Source]:
     """Return the module that `build` makes, on the meta device, and the source of its weights.
 
     If its constructor reads values (`.item()`), or makes weights that are not on the device of
     torch's context, it is built whole in host memory on each rank instead, from the same seed, and
-    moved to `device`; the reason is logged.
+    moved to `device`; the reason is logged. `draw_device`: as of `ReplayedValues`.
     """
     tape = _Tape()
     # torch caches this list. If that was done while transformers had replaced torch.linspace, the
@@ -55,7 +63,7 @@ def lay_out_module(build: Build, seed: int, device: str) -> tuple[nn.Module, Sou
     try:
         with use_host_seed(seed), torch.device("meta"), tape:
             model = _require_module(build())
-        return model, ReplayedValues(tape, model, seed)
+        return model, ReplayedValues(tape, model, seed, draw_device)
     except Exception as error:  # noqa: BLE001 - the build with memory works, or raises it again
         reason, _, _ = str(error).strip().partition("\n")
     with use_host_seed(seed):
@@ -243,15 +251,17 @@ class ReplayedValues:
     """The source of a module's first values: replays the recording of its constructor.
 
     `tape`: the recording of the module's constructor. `model`: the module, on the meta device,
-    before any transform. `seed`: of the random calls. Raises NeedsFullModel if the tape does not
-    have all values.
+    before any transform. `seed`: of the random calls. `draw_device`: cpu or cuda, on which the
+    calls are replayed. A GPU's generator gives other numbers than a CPU's, so this is the device
+    that the run trains on under every strategy. A module whose constructor draws values that no
+    checkpoint has is replayed on the CPU in any case, since they are drawn again on other machines.
+    Raises NeedsFullModel if the tape does not have all values.
     """
 
-    # `put` gets all tensors by the module's own names. A name like that of an adapter has no
-    # special meaning here.
-    by_name = True
+    # A name like that of an adapter has no special meaning here.
+    uses_module_names = True
 
-    def __init__(self, tape: _Tape, model: nn.Module, seed: int) -> None:
+    def __init__(self, tape: _Tape, model: nn.Module, seed: int, draw_device: str = "cpu") -> None:
         self.calls = tape.calls
         self.seed = seed
         self.lost = tape.lost
@@ -265,28 +275,28 @@ class ReplayedValues:
         for name, tensor in _all_named_tensors(model):
             if tensor.is_meta:
                 self.laid_out[name] = _view_of(tensor)
-        for name, parameter in model.named_parameters():
-            if not parameter.is_meta:
-                raise NeedsFullModel(f"{name} is not made on the device of torch's context")
-        for tensor, version in tape.watched:
-            # torch counts a tensor's version up whenever something writes to it.
-            if tensor._version != version:
-                raise NeedsFullModel(
-                    "it writes to a large tensor of the host that it has copied from"
-                )
+        _require_recorded(tape, model)
         # Find missing values now. When a rank fills its part it is too late to build the whole
         # model.
         for view in self.laid_out.values():
             self._calls_for(view)
         _require_registered(model)
+        self.draw_device = draw_device
+        if any(self._is_drawn(name) for name in _names_in_no_checkpoint(model)):
+            self.draw_device = "cpu"
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
         """Fill tensors with the values that the constructor would have given them."""
-        # As `shards.DrawnWeights` does: a rank that trains on a GPU draws there.
-        device = "cuda" if torch.cuda.is_initialized() else "cpu"
         for name, tensor in tensors.items():
             with torch.no_grad():
-                copy_part(tensor, self._play(self.laid_out[name], device))
+                copy_part(tensor, self._play(self.laid_out[name], self.draw_device))
+
+    def _is_drawn(self, name: str) -> bool:
+        """Return whether a tensor's values depend on a random call."""
+        if name not in self.laid_out:
+            return False
+        numbers = self._calls_for(self.laid_out[name])
+        return any(self.calls[number].draws is not None for number in numbers)
 
     def _calls_for(self, view: torch.Tensor) -> list[int]:
         """Return the numbers of the calls that a tensor's values depend on, in order.
@@ -378,6 +388,27 @@ def _all_named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and tensor of each parameter and buffer; tied ones under all their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
+
+
+def _require_recorded(tape: _Tape, model: nn.Module) -> None:
+    """Raise NeedsFullModel for parameters with memory, and for changed tensors of the host."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            raise NeedsFullModel(f"{name} is not made on the device of torch's context")
+    for tensor, version in tape.watched:
+        # torch counts a tensor's version up whenever something writes to it.
+        if tensor._version != version:
+            raise NeedsFullModel("it writes to a large tensor of the host that it has copied from")
+
+
+def _names_in_no_checkpoint(model: nn.Module) -> list[str]:
+    """Return the names of the tensors that `shards.canonical_tensors` leaves out."""
+    saved = {name.removeprefix("model.") for name in canonical_tensors(model)}
+    names = []
+    for name, _ in [*model.named_parameters(), *model.named_buffers()]:
+        if name not in saved:
+            names.append(name)
+    return names
 
 
 def _require_registered(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from drumline.errors import ConfigError, ModelError
 from drumline.foreign import read_text
 from drumline.models.rendering import MOST_SOURCE
 
-# The templates that were written for Drumline.
+# The templates that were written for Drumline. `TEMPLATES` of config.model has their names.
 FOLDER = Path(__file__).with_name("chat")
 # The special tokens that a template names at its start, separated by spaces.
 _NEEDS = re.compile(r"\{#-?[^#]*?special tokens:([^#]*?)-?#\}")

@@ -47,7 +47,8 @@ class Vision:
     """The part of a vision-language model that data needs.
 
     It can be pickled to processes that tokenise. `path`: of its image processor. `token_id`: the
-    placeholder's. `merge`: an image token stands for merge² patches.
+    placeholder's. `merge`: an image token stands for merge² patches. `max_pixels`: a larger image is
+    made smaller; None: the processor's own limit.
     """
 
     path: str

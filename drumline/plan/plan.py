@@ -283,6 +283,19 @@ class Layout(Frozen):
         return self.device
 
     @property
+    def draw_device(self) -> str:
+        """The kind of device whose generator draws random weights, cpu or cuda.
+
+        Frozen weights are in no checkpoint. A resume or an export draws them again, maybe on
+        another machine. A GPU's numbers differ from a CPU's, and by type of GPU. So a run with
+        frozen weights draws all of its weights on a CPU.
+        """
+        has_frozen_weights = self.config.adapter.kind == "lora" or bool(self.config.model.freeze)
+        if has_frozen_weights:
+            return "cpu"
+        return self.device
+
+    @property
     def is_pure_bf16(self) -> bool:
         """Whether trainable weights, gradients and moments are all in bf16, without fp32 copies."""
         return self.precision == "bf16" and self.config.precision.master == "bf16"

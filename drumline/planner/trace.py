@@ -37,7 +37,7 @@ from drumline.errors import DrumlineError
 from drumline.foreign import class_and_line, first_line
 from drumline.hardware.detect import cache_dir
 from drumline.models import adapters
-from drumline.models.attention import attend_by_documents
+from drumline.models.attention import use_document_attention
 from drumline.models.blocks import block_list
 from drumline.models.build import ModelHead, lay_out
 from drumline.models.freeze import freeze
@@ -635,7 +635,7 @@ def _build_without_weights(plan: Plan, dtype: str | None) -> Any:
         head=ModelHead(config.head, plan.labels),
     )
     if config.head != "image":
-        attend_by_documents(model, plan, on_host=True)
+        use_document_attention(model, plan, on_host=True)
     freeze(model, config.model.freeze)
     if config.adapter.kind == "lora":
         adapters.inject(model, config.adapter, 0)

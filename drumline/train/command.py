@@ -389,7 +389,13 @@ def export(run: str, to: Path, which: str, dtype: str, adapter: bool, trust: boo
     checkpoint = cast(Which, choice)
     with local_copy(run, checkpoint) as run_dir, bars(Console(stderr=True)) as on_progress:
         result = write(
-            run_dir, to, checkpoint, on_progress, dtype=dtype, adapter=adapter, trust=trust
+            run_dir,
+            to,
+            checkpoint,
+            on_progress,
+            dtype=dtype,
+            adapter=adapter,
+            trust_remote_code=trust,
         )
     rounded = ""
     if result.rounding:

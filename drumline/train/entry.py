@@ -340,7 +340,7 @@ class MainReporter(Reporter):
             run_dir / "export",
             which,
             adapter=config.checkpoint.export_adapter,
-            trust=config.model.trust_remote_code,
+            trust_remote_code=config.model.trust_remote_code,
         )
         self.emit(
             Export(

@@ -136,7 +136,7 @@ class TextGeneration:
             derive(config.run.seed, "weights"),
             self.device,
             LOW_PRECISION.get(self.plan.precision),
-            draw_device=self.plan.device,
+            draw_device=self.plan.draw_device,
         )
         if config.adapter.kind == "lora":
             adapters.inject(model, config.adapter, config.run.seed)

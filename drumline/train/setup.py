@@ -46,7 +46,7 @@ from drumline.launch import lease
 from drumline.launch.slurm.queue import forget_job
 from drumline.models import adapters
 from drumline.models import load as models
-from drumline.models.attention import attend_by_documents
+from drumline.models.attention import use_document_attention
 from drumline.models.build import ModelHead, lay_out
 from drumline.models.classes import LM, order_classes, set_classes
 from drumline.models.download import download
@@ -370,7 +370,7 @@ def _require_model_runs(plan: Plan, path: str | None, config: ModelConfig, head:
         return
     model = _build_on_meta(plan, path, config, head)
     if head in LM:
-        attend_by_documents(model, plan, on_host=True)
+        use_document_attention(model, plan, on_host=True)
         require_next_token(model, "cpu", plan.config.packs)
     if plan.engine == "pipeline":
         from drumline.engine.stages import find_split_points

@@ -133,7 +133,7 @@ def apart(kind: str, method: str, packed: bool, by_documents: bool = False) -> f
     from torch.distributed.device_mesh import init_device_mesh
 
     from drumline.engine.context_parallel import apply_context_parallel
-    from drumline.models.attention import attend_by_documents
+    from drumline.models.attention import use_document_attention
     from drumline.models.head import ForwardWithObjective
     from tests.unit.test_attention import layout
 
@@ -142,7 +142,7 @@ def apart(kind: str, method: str, packed: bool, by_documents: bool = False) -> f
     parted = ForwardWithObjective(model)
     batch = made_batch(packed)
     if by_documents:
-        attend_by_documents(parted.model, layout())
+        use_document_attention(parted.model, layout())
     loss, correct, gradients = answers(whole, batch, contextlib.nullcontext)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     apply_context_parallel(parted, parted.model, mesh, method, packed)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drumline.algorithms.tokens.objective import NextToken
-from drumline.models.attention import KERNELS, _works, attend_by_documents
+from drumline.models.attention import KERNELS, _works, use_document_attention
 from drumline.models.head import ForwardWithObjective
 from drumline.plan.attention import PACKAGES
 from tests.gpu.stand_in import COMPILED_CODE, IS_STAND_IN, NEEDS_CUDA
@@ -51,8 +51,8 @@ def test_numbers_of_documents_one_by_one(kernel: Any, kind: str) -> None:
         pytest.skip(reason)
     one = build(kind).cuda()
     other = copy.deepcopy(one)
-    attend_by_documents(one, layout())
-    attend_by_documents(other, layout("cuda", "bf16", attention=kernel))
+    use_document_attention(one, layout())
+    use_document_attention(other, layout("cuda", "bf16", attention=kernel))
 
     loss = summed_loss(one)
     loss_of_kernel = summed_loss(other)
@@ -71,7 +71,7 @@ def test_numbers_of_documents_one_by_one(kernel: Any, kind: str) -> None:
 @pytest.mark.parametrize("attention", ["auto", "documents"])
 def test_a_micro_batch_does_not_stop_the_host(attention: str) -> None:
     model = build("llama").cuda()
-    attend_by_documents(model, layout("cuda", "bf16", attention=attention))
+    use_document_attention(model, layout("cuda", "bf16", attention=attention))
     summed_loss(model)  # kernels are tried, and compiled
     batch = batch_of(*DOCUMENTS)
     on_gpu = batch.to("cuda")

@@ -609,3 +609,28 @@ def test_what_the_model_does_not_have(
 def test_what_does_not_go_together(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         LoRAConfig.model_validate(options)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+def test_pissa_fast_draws_on_the_cpu(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export finds the factors again, maybe on a machine without the run's GPU."""
+    matrix = torch.arange(24.0).reshape(shape).sin()
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        left, sizes, right = torch.svd_lowrank(matrix, 2, niter=adapters.ROUNDS)
+    factors = adapters._approximate_svd(matrix, 2, seed=3)
+    assert all(map(torch.equal, factors, (left, sizes, right.T)))
+
+    devices = []
+    randn = torch.randn
+
+    def record(*sizes: int, **options: Any) -> torch.Tensor:
+        drawn = randn(*sizes, **options)
+        devices.append(drawn.device.type)
+        return drawn
+
+    monkeypatch.setattr(torch, "randn", record)
+    adapters._principal(matrix.to("meta"), 2, 1.0, seed=3)
+    assert devices == ["cpu"]

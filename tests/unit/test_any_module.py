@@ -205,6 +205,31 @@ def test_what_the_tape_does_not_have_is_built_whole(build: type[nn.Module]) -> N
         assert torch.equal(a, b)
 
 
+class FrozenProjection(nn.Module):
+    """A random projection that is not trained, before a layer that is."""
+
+    def __init__(self, is_frozen: bool = True) -> None:
+        super().__init__()
+        self.projection = nn.Linear(4, 4, bias=False).requires_grad_(not is_frozen)
+        self.layer = nn.Linear(4, 4)
+
+
+def test_values_that_no_checkpoint_has_are_drawn_on_the_cpu() -> None:
+    """An export draws them again, maybe on a machine without this GPU."""
+    _, frozen = lay_out_module(FrozenProjection, 0, "cpu", draw_device="cuda")
+    _, trained = lay_out_module(lambda: FrozenProjection(False), 0, "cpu", draw_device="cuda")
+    assert isinstance(frozen, ReplayedValues) and frozen.draw_device == "cpu"
+    assert isinstance(trained, ReplayedValues) and trained.draw_device == "cuda"
+
+
+def test_a_run_on_the_cpu_draws_there_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    model, source = lay_out_module(Many, 0, "cpu")
+    part = torch.empty(16, 16)
+    source.put({"orthogonal.weight": part}, model)
+    assert part.any()
+
+
 def test_build_must_give_a_module() -> None:
     with pytest.raises(ModelError, match="build gave dict"):
         lay_out_module(dict, 0, "cpu")  # type: ignore[arg-type]
@@ -273,7 +298,7 @@ def mixed() -> nn.Module:
         (complex_weight, False, "weight is complex"),
         (normed, True, "max_norm of it changes a weight in forward"),
         (scalar, True, "weight has no dimension"),
-        (mixed, True, "weights of float32 and float64"),
+        (mixed, True, r"weights of several types \(float32, float64\)"),
         (hooked, True, "weight has a hook"),
     ],
 )

@@ -33,8 +33,8 @@ from drumline.models.attention import (
     KERNELS,
     Documents,
     _works,
-    attend_by_documents,
     attend_each_document,
+    use_document_attention,
 )
 from drumline.models.build import build_model
 from drumline.models.head import (
@@ -144,7 +144,7 @@ def build(kind: str) -> Any:
 def build_by_documents(kind: str, **options: Any) -> Any:
     """Return a model of this kind that attends by documents, with these options of its layout."""
     model = build(kind)
-    attend_by_documents(model, layout(**options))
+    use_document_attention(model, layout(**options))
     return model
 
 
@@ -215,7 +215,7 @@ def test_losses_and_gradients_of_the_mask(kind: str, rows: str) -> None:
     model = build(kind)
     batch = batch_of(*BATCHES[rows])
     masked, masked_gradients = loss_and_gradients(model, batch)
-    attend_by_documents(model, layout())
+    use_document_attention(model, layout())
 
     assert has_drumline_attention(model)
 
@@ -269,7 +269,7 @@ def test_completions_behind_one_prompt_have_the_numbers_of_rows_of_their_own(kin
     assert batch.shared is not None
     assert batch.shared.document_lengths == ((5, 4, 7), (9, 1, 6), (2, 3))
 
-    attend_by_documents(model, layout())
+    use_document_attention(model, layout())
     assert shares_prompts(model, "cpu")
 
     alone, gradients_alone = answers(model, batch, shares=False)
@@ -286,7 +286,7 @@ def test_no_prompt_is_shared_by_a_model_that_would_give_other_numbers(
 
     counting = build("mixtral")
     counting.config.output_router_logits = True
-    attend_by_documents(counting, layout())
+    use_document_attention(counting, layout())
     assert not shares_prompts(counting, "cpu")
 
     model = build_by_documents("llama")
@@ -343,7 +343,7 @@ def test_a_pack_of_gpt_oss_is_taken_by_documents_or_refused() -> None:
     with pytest.raises(PlanError, match=refusal):
         require_next_token(model, "cpu", packed=True)
 
-    attend_by_documents(model, layout())
+    use_document_attention(model, layout())
     require_next_token(model, "cpu", packed=True)
 
 
@@ -374,7 +374,7 @@ def test_texts_of_a_bidirectional_classifier() -> None:
         attention_mask_BT=(torch.arange(16) < lengths_B1).long(),
     )
     masked = compute_outputs(model, batch, None).class_logits()
-    attend_by_documents(model, layout())
+    use_document_attention(model, layout())
     with Seen() as seen:
         by_length = compute_outputs(model, batch, None).class_logits()
 
@@ -554,7 +554,7 @@ def test_generation_is_that_of_the_model(kind: str) -> None:
     }
     model = build(kind)
     plain = model.generate(**options)
-    attend_by_documents(model, layout())
+    use_document_attention(model, layout())
 
     assert torch.equal(model.generate(**options), plain)
 
@@ -772,7 +772,7 @@ def test_a_kernel_is_tried_within_a_block_that_is_computed_again(
     monkeypatch.setitem(KERNELS, "varlen", kernel)
     monkeypatch.setattr(attention, "_works", functools.lru_cache(_works.__wrapped__))
     model = build("llama").train()
-    attend_by_documents(model, layout("cuda", "bf16", attention="varlen"))
+    use_document_attention(model, layout("cuda", "bf16", attention="varlen"))
     apply_activation_checkpointing(model, checkpointing)
     found = []
     with torch.autocast("cpu", torch.bfloat16):

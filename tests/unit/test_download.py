@@ -88,7 +88,7 @@ def test_files_that_ranks_read_are_fetched_and_counted(hub: Path) -> None:
     (snapshot,) = hub.glob("models--one--model/snapshots/*")
     assert sorted(path.name for path in snapshot.iterdir()) == ["config.json", "model.safetensors"]
     assert seen[-1] == ("download one/model, MiB", 5, 5)
-    with pytest.raises(ModelError, match="cannot be had"):
+    with pytest.raises(ModelError, match="cannot be downloaded or loaded"):
         download("one/other", ModelConfig(id="one/other"), lambda *given: None)
 
 

@@ -13,7 +13,7 @@ from drumline.config.model import ModelConfig
 from drumline.config.rollouts import ContinuousGenerator as ContinuousConfig
 from drumline.config.rollouts import HFGenerator as HFConfig
 from drumline.errors import DataError, DrumlineError, PlanError
-from drumline.models.attention import attend_by_documents
+from drumline.models.attention import use_document_attention
 from drumline.models.build import build_model
 from drumline.rl.continuous import ContinuousGenerator
 from drumline.rl.generate import (
@@ -218,7 +218,7 @@ class HostReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_the_host_reads_nothing_of_a_token_but_the_token(model: Any, padded: bool) -> None:
-    attend_by_documents(model, layout())
+    use_document_attention(model, layout())
     tokens = [5, 6, 7]
     requests = [Request(tokens, (0, 0)), Request(tokens, (1, 0))]
     if padded:

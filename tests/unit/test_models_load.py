@@ -14,6 +14,7 @@ import torch
 from drumline.config.model import ModelConfig
 from drumline.errors import ConfigError, ModelError
 from drumline.models.build import build_model
+from drumline.models.files import call_loader
 from drumline.models.load import check_fits, facts, load_config
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from tests.tiny import tiny_model_dir, tiny_tokenizer
@@ -332,3 +333,27 @@ def test_frozen_parameters_are_counted_and_unknown_shapes_refused() -> None:
     assert facts(config, 16, frozen_names=["model.embed_tokens"]).frozen == 64 * 32
     with pytest.raises(ModelError, match="no num_attention_heads"):
         facts(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1), 16)
+
+
+@pytest.mark.parametrize(
+    ("keys", "text", "where"),
+    [
+        (
+            {"attention": "sdpa"},
+            "X does not support an attention implementation",
+            "model.attention",
+        ),
+        ({"attention": "sdpa"}, "hidden_size must be divisible by num_attention_heads", "folder"),
+        ({"trust_remote_code": True}, "its class ignores trust_remote_code", "folder"),
+    ],
+)
+def test_a_failed_loader_is_blamed_on_the_key_that_caused_it(
+    keys: dict[str, Any], text: str, where: str
+) -> None:
+    def fail() -> None:
+        raise ValueError(text)
+
+    with pytest.raises(ModelError) as error:
+        call_loader("folder", model_of(id="folder", **keys), fail)
+    assert (error.value.where or "").startswith(where)
+    assert text in line(error)

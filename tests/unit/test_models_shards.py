@@ -19,7 +19,14 @@ from drumline.errors import ModelError
 from drumline.models.build import build_model, lay_out
 from drumline.models.freeze import trainable_names
 from drumline.models.load import facts, load_config
-from drumline.models.shards import DrawnWeights, FromFiles, NothingToFill, Values
+from drumline.models.shards import (
+    DrawnWeights,
+    FromFiles,
+    NothingToFill,
+    Stored,
+    Values,
+    _require_equal_values,
+)
 from drumline.models.small import small_copy
 from tests.harness import read_json, same_tensors
 from tests.tiny import read_model, tiny_architecture_dir, tiny_model_dir
@@ -202,6 +209,15 @@ def test_tied_weights_that_differ_in_the_files_are_refused(tmp_path: Path, conve
     both = read(folder, config={"tie_word_embeddings": False})
 
     assert torch.equal(both.lm_head.weight, both.model.embed_tokens.weight + 1)
+
+
+def test_the_tied_weight_that_differs_is_named(tmp_path: Path) -> None:
+    ones = torch.ones(2, 2)
+    file = tmp_path / "model.safetensors"
+    save({"first": ones, "same": ones.clone(), "other": ones + 1}, file)
+    tied = [Stored(file, name, (2, 2)) for name in ("first", "same", "other")]
+    with pytest.raises(ModelError, match="makes first and other one weight"):
+        _require_equal_values(tied, "model")
 
 
 def test_what_its_class_freezes_stays_frozen_in_a_model_that_is_read_whole(tmp_path: Path) -> None:

@@ -52,6 +52,13 @@ def plan(
     return plan_of(config(**sections), machine, world_size, data)
 
 
+def test_weights_that_no_checkpoint_has_are_drawn_on_the_cpu() -> None:
+    """A resume or an export draws frozen weights again, maybe on another machine."""
+    assert plan(TWO_H100).draw_device == "cuda"
+    assert plan(TWO_H100, adapter={"kind": "lora"}).draw_device == "cpu"
+    assert plan(TWO_H100, model={"freeze": ["model.embed_tokens"]}).draw_device == "cpu"
+
+
 def plan_of(
     asked: Config,
     machine: Machine = CPU,

@@ -553,7 +553,7 @@ def test_where_nothing_is_unfrozen_once_the_model_is_spread(tmp_path: Path, stra
         model.bias.requires_grad_(False)
         return model
 
-    message = "bias was frozen when the model was spread"
+    message = "bias was frozen when the strategy wrapped the model"
 
     with pytest.raises(ModelError, match=message), session(tmp_path, strategy) as s:
         model, _ = s.prepare(built, sgd)

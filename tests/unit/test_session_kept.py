@@ -114,9 +114,11 @@ def test_tensors_are_found_in_whatever_holds_them(
 
 
 def test_what_holds_no_tensor_stays_the_same_object() -> None:
-    out = Out("no tensor")  # type: ignore[arg-type]
-    (made,) = map_tensors(torch.neg, [out])
-    assert made is out
+    flat = Out("no tensor")  # type: ignore[arg-type]
+    nested = Out(["no", {"tensor": 1}])  # type: ignore[arg-type]
+    made = map_tensors(torch.neg, [flat, nested])
+    assert made[0] is flat
+    assert made[1] is nested
 
 
 class Returns(nn.Linear):

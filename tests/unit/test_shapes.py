@@ -151,6 +151,11 @@ def test_a_token_meets_the_experts_that_are_chosen_for_it(name: str, active: flo
         ("mistralai/Mistral-Small-24B-Base-2501", "mistral-small-24b"),
         ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama-4-scout"),
         ("google/gemma-3-27b-it", "gemma-3-27b"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("deepseek-ai/DeepSeek-V3", "deepseek-v3"),
+        ("deepseek-ai/DeepSeek-V2", None),
+        ("mistralai/Mistral-7B-v0.1", None),
+        ("Qwen/Qwen3-4B-Instruct-2507", None),
         ("somebody/else", None),
     ],
 )

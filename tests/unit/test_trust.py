@@ -82,8 +82,8 @@ def test_a_runs_plan_allows_no_code(tmp_path: Path) -> None:
         ]
         is True
     )
-    assert not plan_of(tmp_path / "run", trust=False).config.model.trust_remote_code
-    assert plan_of(tmp_path / "run", trust=True).config.model.trust_remote_code
+    assert not plan_of(tmp_path / "run", trust_remote_code=False).config.model.trust_remote_code
+    assert plan_of(tmp_path / "run", trust_remote_code=True).config.model.trust_remote_code
 
 
 @pytest.mark.slow

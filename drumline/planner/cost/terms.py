@@ -350,7 +350,7 @@ def native_state(
 def _weight_bytes(layout: Layout, here: Sizes) -> int:
     """Return the bytes of the weights of a rank, whose entries are `here`.
 
-    Some frozen weights are in the low precision (models.freeze.cast_frozen, models.packed).
+    Some frozen weights are in the low precision (models.freeze.cast_weights, models.packed).
     """
     if layout.is_pure_bf16:
         low = here.frozen
