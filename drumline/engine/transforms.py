@@ -491,7 +491,7 @@ def computes_under_autocast(plan: Plan) -> bool:
 
     For models of transformers. What is cast otherwise: pure low precision, or weights as gathered.
     """
-    return plan.precision in LOW_PRECISION and not plan.pure and gather_dtype(plan) is None
+    return plan.precision in LOW_PRECISION and not plan.is_pure_bf16 and gather_dtype(plan) is None
 
 
 def apply_ddp(

@@ -480,7 +480,7 @@ def _approximate_svd(
     tall = matrix
     if is_wide:
         tall = matrix.T
-    with drawing(seed):
+    with use_seed(seed):
         start = torch.randn(tall.shape[1], count, dtype=matrix.dtype)
     basis = torch.linalg.qr(tall @ start.to(matrix.device)).Q
     for _ in range(ROUNDS):

@@ -643,7 +643,7 @@ def test_what_ranks_report_is_judged() -> None:
     assert "rank 0, 1 did not end" in hung.found
     assert expected_link(H100, True, "100Gb").name == "nvlink4"
     in_slot = Machine([Device("NVIDIA A100 80GB PCIe", 79 * 2**30)], 8, 2**36, "cuda", True)
-    assert expected(in_slot, True, "100Gb").name == "pcie4"
+    assert expected_link(in_slot, True, "100Gb").name == "pcie4"
 
 
 def test_a_config_says_what_is_needed(
