@@ -120,7 +120,7 @@ def _describe_offload(plan: Plan) -> str:
 
     A place by itself stands for all that the strategy offloads.
     """
-    parts = []
+    parts: list[str] = []
     if plan.offload != "none":
         parts.append(plan.offload)
     if plan.config.optimizer.offload:

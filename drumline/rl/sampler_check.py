@@ -117,7 +117,7 @@ class SamplerCheck:
         self.prompts = prompts
         self.precision = precision
         # A baseline of another sampler or precision says nothing about this one.
-        sampler = config.kind
+        sampler: str = config.kind
         if isinstance(config, configs.VLLMGenerator) and config.url is not None:
             # A server may compute in another type than vLLM's engine in this process does.
             sampler = f"{config.kind} server"

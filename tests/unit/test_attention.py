@@ -576,7 +576,7 @@ def test_the_planner_charges_no_mask_where_none_is_made() -> None:
 
     assert sizes.heads * sizes.head_dim == queries
     assert sizes.kv_heads * sizes.head_dim == keys
-    assert masked - by_document == 4 * (layout().length + repeated - joined)
+    assert masked - by_document == 4 * (layout().max_length + repeated - joined)
     assert choose_by_facts(layout(), sizes).kernel == "documents"
 
 
