@@ -22,10 +22,10 @@ def keys(incomplete: str) -> list[str]:
     if len(leaves) != 1:
         return sorted(leaves)
     ((key, leaf),) = leaves.items()
-    words = [f"{key}="]
+    completions = [f"{key}="]
     if "default" in leaf:
-        words.append(f"{key}={_as_yaml(leaf['default'])}")
-    return words
+        completions.append(f"{key}={_as_yaml(leaf['default'])}")
+    return completions
 
 
 def _as_yaml(value: Any) -> str:
