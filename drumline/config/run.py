@@ -55,10 +55,10 @@ def direction(metric: str) -> Literal["min", "max"]:
     `NAME FILTER`, not NAME,FILTER as there (see `train.tasks.metrics_of`).
     """
     *before, last = metric.split("/")
-    words = set(re.split("[_ ]", last))
+    name_parts = set(re.split("[_ ]", last))
     if "reward" in before and before[0] != "tasks":
-        words = {"reward"}
-    if words & HIGHER and not words & LOWER:
+        name_parts = {"reward"}
+    if name_parts & HIGHER and not name_parts & LOWER:
         return "max"
     return "min"
 
