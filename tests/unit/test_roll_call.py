@@ -25,8 +25,8 @@ def test_a_rank_at_work_answers_one_that_waits(monkeypatch: pytest.MonkeyPatch) 
         # The test asks and answers itself. This one's thread would go on after the store has gone.
         heart.listen = None
     waits, works = others
-    hearts[0].step(3, 0, free=False)
-    hearts[1].step(3, 0, free=False)
+    hearts[0].step(3, 0, untimed=False)
+    hearts[1].step(3, 0, untimed=False)
     hearts[1].beat("report")
     assert hearts[1].step_unless_hung() == 3
     assert not waits.ask(3), "nobody had been asked before"
