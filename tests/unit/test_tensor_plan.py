@@ -228,7 +228,9 @@ def test_the_stream_is_cut_with_tensor_parallelism(strategy: dict[str, Any]) -> 
     whole = planned(values, {**strategy, "sequence_parallel": False}, sizes_of(values))
     assert whole.stream_parts == 1
     assert not any("sequence_parallel" in line for line in whole.why)
-    assert refused_changes(plan.config, whole.config, ()).keys == []  # a run may go on under the other
+    assert (
+        refused_changes(plan.config, whole.config, ()).keys == []
+    )  # a run may go on under the other
 
 
 def test_the_stream_stays_whole_on_fewer_ranks() -> None:
