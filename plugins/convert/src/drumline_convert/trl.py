@@ -275,8 +275,8 @@ def combine(sheet: Sheet, trainer: str, old: OldKey) -> None:
     sets_learned = sheet.get("data.learn_on") is not None or "assistant_only_loss" in sheet.waiting
     if kind == "sft" and not sets_learned:
         sheet.notes.append(
-            f"{old.source.name}: `messages` are learned by the assistant's turns; TRL's default is"
-            " all: data.learn_on: all"
+            f"{old.source.name}: of `messages` only the assistant's turns are learned; TRL learns"
+            " all of them: data.learn_on: all does as TRL"
         )
     if kind != "dpo":
         loss = sheet.waiting.pop("loss_type", None)
