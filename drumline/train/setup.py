@@ -288,7 +288,7 @@ def find_roles(config: Config, policy: FoundModel, on_progress: OnProgress) -> d
             models.check_fits(hf_config, tokenizer, config.data.max_length, auxiliary.where)
         if not auxiliary.trainable:
             # Laying it out raises ModelError if the head is not in the files.
-            lay_out(path, model, 0, head=ModelHead(auxiliary.head, draws=False))
+            lay_out(path, model, 0, head=ModelHead(auxiliary.head, may_be_drawn=False))
     return roles
 
 

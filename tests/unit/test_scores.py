@@ -160,7 +160,7 @@ def test_a_head_that_reads_the_whole_text_is_no_score() -> None:
 
 
 def test_a_frozen_model_without_a_trained_head_is_refused(folder: Path, tmp_path: Path) -> None:
-    frozen = ModelHead("score", draws=False)
+    frozen = ModelHead("score", may_be_drawn=False)
     message = r"no weights for score\.weight, and a frozen model keeps them"
     with pytest.raises(ModelError, match=message):
         lay_out(str(folder), ModelConfig(id=str(folder)), 0, head=frozen)
