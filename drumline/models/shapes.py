@@ -201,12 +201,15 @@ qwen2.5-72b  Qwen/Qwen2.5-72B 8192 29568 80 64 8 152064 131072
 qwen3-0.6b Qwen/Qwen3-0.6B 1024 3072 28 16 8 151936 40960
 qwen3-1.7b Qwen/Qwen3-1.7B 2048 6144 28 16 8 151936 40960
 qwen3-4b   Qwen/Qwen3-4B   2560 9728 36 32 8 151936 40960
+qwen3-4b-2507 Qwen/Qwen3-4B-Instruct-2507 2560 9728 36 32 8 151936 262144
 [qwen3 head_dim=128 tie_word_embeddings=false]
 qwen3-8b   Qwen/Qwen3-8B   4096 12288 36 32 8 151936 40960
 qwen3-14b  Qwen/Qwen3-14B  5120 17408 40 40 8 151936 40960
 qwen3-32b  Qwen/Qwen3-32B  5120 25600 64 64 8 151936 40960
 [mistral sliding_window=null]
 mistral-7b        mistralai/Mistral-7B-v0.3             4096 14336 32 32 8 32768  32768
+mistral-7b-v0.2   mistralai/Mistral-7B-Instruct-v0.2    4096 14336 32 32 8 32000  32768
+mistral-7b-v0.1   mistralai/Mistral-7B-v0.1             4096 14336 32 32 8 32000  32768 sliding_window=4096
 mistral-nemo-12b  mistralai/Mistral-Nemo-Base-2407      5120 14336 40 32 8 131072 131072 head_dim=128
 mistral-small-24b mistralai/Mistral-Small-24B-Base-2501 5120 32768 40 32 8 131072 32768  head_dim=128
 [mixtral num_local_experts=8 num_experts_per_tok=2]
@@ -215,6 +218,8 @@ mixtral-8x22b mistralai/Mixtral-8x22B-v0.1 6144 16384 56 48 8 32000 65536
 [qwen3_moe head_dim=128 num_experts=128 num_experts_per_tok=8 tie_word_embeddings=false]
 qwen3-30b-a3b   Qwen/Qwen3-30B-A3B   2048 6144  48 32 4 151936 40960 moe_intermediate_size=768
 qwen3-235b-a22b Qwen/Qwen3-235B-A22B 4096 12288 94 64 4 151936 40960 moe_intermediate_size=1536
+qwen3-30b-a3b-2507   Qwen/Qwen3-30B-A3B-Instruct-2507   2048 6144  48 32 4 151936 262144 moe_intermediate_size=768
+qwen3-235b-a22b-2507 Qwen/Qwen3-235B-A22B-Instruct-2507 4096 12288 94 64 4 151936 262144 moe_intermediate_size=1536
 [gemma]
 gemma-2b google/gemma-2b 2048 16384 18 8  1  256000 8192 head_dim=256
 gemma-7b google/gemma-7b 3072 24576 28 16 16 256000 8192 head_dim=256
@@ -272,7 +277,7 @@ KNOWN: dict[str, Known] = {
 OF_IMAGES = ("resnet",)
 # Words in a name that say how the model was tuned, which changes no shape. Versions and dates
 # (-v0.1, -2507) are none of these: such models differ in rows, positions or more.
-_TUNING = re.compile(r"-(instruct|base|chat|it|pt|hf|text|inst|sft|dpo)(?=-|$)")
+_TUNING = re.compile(r"-(instruct|thinking|base|chat|it|pt|hf|text|inst|sft|dpo)(?=-|$)")
 
 # Families whose tuned models have the base model's id and -Instruct.
 _INSTRUCT = ("llama-3-", "llama-3.1-", "llama-3.2-", "llama-4-", "qwen2.5-", "smollm2-")
