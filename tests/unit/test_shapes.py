@@ -154,8 +154,9 @@ def test_a_token_meets_the_experts_that_are_chosen_for_it(name: str, active: flo
         ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
         ("deepseek-ai/DeepSeek-V3", "deepseek-v3"),
         ("deepseek-ai/DeepSeek-V2", None),
-        ("mistralai/Mistral-7B-v0.1", None),
-        ("Qwen/Qwen3-4B-Instruct-2507", None),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b-v0.1"),
+        ("Qwen/Qwen3-4B-Thinking-2507", "qwen3-4b-2507"),
+        ("Qwen/Qwen3-8B-2507", None),
         ("somebody/else", None),
     ],
 )
