@@ -39,7 +39,7 @@ from drumline.engine.engine import (
 )
 from drumline.engine.experts import apply_expert_parallelism, cast_experts_under_autocast
 from drumline.engine.fp8 import apply_fp8, compute_gather_scales
-from drumline.engine.norms import LossScale, global_norm, local, total_norm
+from drumline.engine.norms import CLIP_EPSILON, LossScale, global_norm, local, total_norm
 from drumline.engine.optimizer import (
     Groups,
     MakeOptimizer,
@@ -511,7 +511,7 @@ class NativeEngine(ForwardEngine):
         if self.max_grad_norm is not None and gradients:
             # The formula of torch.nn.utils.clip_grad_norm_, applied to whole and sharded gradients
             # alike.
-            factor = (self.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+            factor = (self.max_grad_norm / (grad_norm + CLIP_EPSILON)).clamp(max=1.0)
             foreach_mul_(gradients, factor.to(gradients[0]))
         if late_finite is None or late_finite.read():
             if lr is not None:

@@ -16,6 +16,8 @@ from drumline.dist.copies import copy_to_device
 from drumline.dist.reduce import fp64_device, to_fp64
 from drumline.vendor.torch import foreach_mul_, foreach_norm
 
+# Gradients are clipped by limit / (norm + this), as torch.nn.utils.clip_grad_norm_ and DeepSpeed do.
+CLIP_EPSILON = 1e-6
 # The loss scale is doubled after so many steps without an overflow, as by torch.amp.GradScaler.
 GROWTH_INTERVAL = 2000
 # The process groups whose ranks hold the other parts of a tensor: one for each axis that cuts it.

@@ -32,6 +32,7 @@ from drumline.config.mesh import share
 from drumline.engine.data_parallel import DataParallelWrapper
 from drumline.engine.engine import DeviceSums, sum_on_device
 from drumline.engine.native import ForwardEngine
+from drumline.engine.norms import CLIP_EPSILON
 from drumline.engine.optimizer import MakeOptimizer, make_state, new_optimizer
 from drumline.engine.strategies.zero.clock import CollectiveClock, clock_of_backend
 from drumline.engine.strategies.zero.fill import (
@@ -441,11 +442,11 @@ class DeepSpeedEngine(ForwardEngine):
 
     def _step(self, lr: float | None, norm: float) -> None:
         """Let DeepSpeed clip and step. `norm`: of all gradients that are clipped together."""
-        # DeepSpeed clips by Drumline's formula, by the norm of its own gradients, which is not
-        # measured again. A given norm of more gradients than these lowers the limit in proportion.
+        # DeepSpeed multiplies by limit / (own norm + 1e-6), if that is less than 1, and does not
+        # measure the norm again. This limit makes it the factor of all gradients that are clipped
+        # together, limit / (norm + 1e-6), also if its own norm is as small as 1e-6.
         limit = self.max_grad_norm or 0.0
-        if norm:
-            limit *= self.own_norm / norm
+        limit *= (self.own_norm + CLIP_EPSILON) / (norm + CLIP_EPSILON)
         self.zero.clip_grad = limit
         if lr is not None:
             for group in self.zero.param_groups:
