@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -628,7 +628,10 @@ def difference(run: Path, reference: Path) -> Difference:
 
 
 def _is_in(name: str, section: str) -> bool:
-    """Return whether a tensor is in a section, of the policy or of another model (value/model.…)."""
+    """Return whether the name of a tensor is in a section of a checkpoint: `model.` or `optim.`.
+
+    The names of a trained model beside the policy begin with its role: `value/model.…`.
+    """
     return name.rpartition("/")[2].startswith(section)
 
 
@@ -729,9 +732,8 @@ def _tensors(run: Path, reference: Path, masked_vectors: list[str]) -> Iterator[
     expected_path = _newest_checkpoint(reference)
     own_tensors = check(own_path, verify=False, collective=False).tensors
     expected_tensors = check(expected_path, verify=False, collective=False).tensors
-    # What a strategy keeps for itself (DiLoCo's outer momentum) has no match in one process.
-    own_names = {name for name in own_tensors if name.startswith(("model.", "optim."))}
-    expected_names = {name for name in expected_tensors if name.startswith(("model.", "optim."))}
+    own_names = _names_of_weights_and_moments(own_tensors)
+    expected_names = _names_of_weights_and_moments(expected_tensors)
     if own_names != expected_names:
         missing = sorted(own_names ^ expected_names)
         raise CheckpointError(
@@ -749,6 +751,14 @@ def _tensors(run: Path, reference: Path, masked_vectors: list[str]) -> Iterator[
         for name in names:
             mask = masks.get(_weight(name))
             yield _compare_tensors(name, own[name], expected[name], mask)
+
+
+def _names_of_weights_and_moments(names: Iterable[str]) -> set[str]:
+    """Return those names of a checkpoint's tensors that are of weights or of an optimizer's moments.
+
+    What a strategy keeps for itself, such as DiLoCo's outer momentum, has no match in one process.
+    """
+    return {name for name in names if _is_in(name, "model.") or _is_in(name, "optim.")}
 
 
 def _newest_checkpoint(run: Path) -> Path:

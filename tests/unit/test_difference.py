@@ -15,6 +15,7 @@ from drumline.bench.verify import (
     _distances,
     _largest_difference,
     _mask_of_rounding,
+    _names_of_weights_and_moments,
     _portions,
 )
 from drumline.config.load import Loaded
@@ -75,6 +76,11 @@ def test_a_weight_is_read_with_its_moments() -> None:
         ["model.a", "optim.a.exp_avg_sq"],
         ["model.b", "optim.b.exp_avg_sq"],
     ]
+
+
+def test_a_value_model_is_compared_too() -> None:
+    names = {"model.w", "optim.w.exp_avg", "value/model.w", "value/optim.w.exp_avg"}
+    assert _names_of_weights_and_moments({*names, "outer.model.w.momentum"}) == names
 
 
 def test_what_is_not_finite_is_infinitely_apart() -> None:
