@@ -341,8 +341,8 @@ def find_weights_in_files(
 
 def _require_equal_values(tied: list[Stored], path: str) -> None:
     """Raise ModelError if the stored tensors of one tied weight differ. `path`: the model's."""
-    first, *further = tied
-    for other in further:
+    first = tied[0]
+    for other in tied[1:]:
         if not _have_equal_values(first, other):
             raise tied_weights_differ(first.key, other.key, path)
 

@@ -367,7 +367,7 @@ def test_there_is_nothing_to_plan(tmp_path: Path) -> None:
             {"strategy": {"kind": "pp", "schedule": "zero_bubble"}},
             "schedule zero_bubble requires a Hugging Face model",
         ),
-        ({"algorithm": "sft"}, "algorithm.kind is not"),
+        ({"algorithm": "sft"}, "algorithm.kind sft is for Hugging Face models"),
         ({"adapter": "lora"}, "no adapter"),
         ({"model": {"kind": "python"}}, "`path` belong together"),
         ({"model": {"kind": "python", "path": "nothing.py:build"}}, "there is no file"),

@@ -332,7 +332,7 @@ def test_a_run_of_an_own_module_may_lie_below_the_home_folder(
 ) -> None:
     (tmp_path / "plan.json").write_text("{}")
     model = SimpleNamespace(builder="package.function")
-    plan = SimpleNamespace(config=SimpleNamespace(plain=True, model=model))
+    plan = SimpleNamespace(config=SimpleNamespace(has_own_module=True, model=model))
     monkeypatch.setenv("HOME", str(tmp_path.parent))
     monkeypatch.setattr(Plan, "load", lambda *_: plan)
     monkeypatch.setattr(inference_model, "read_module", lambda _, run_dir, __: ("own", run_dir))

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed import constants
 
 from drumline.dist.start import M_MMAP_THRESHOLD, keep_freed_memory
 from drumline.dist.timeouts import begin_timeouts, forget_timeouts
@@ -51,11 +52,10 @@ def test_memory_that_a_step_frees_is_there_for_the_next(device: str, kept: bool)
 
 
 def test_groups_made_after_a_run_have_the_limit_of_torch() -> None:
-    before = c10d.default_pg_timeout
     begin_timeouts(41.0)
     assert c10d.default_pg_timeout == timedelta(seconds=41)
     forget_timeouts()
-    assert c10d.default_pg_timeout == before
+    assert c10d.default_pg_timeout == constants.default_pg_timeout
 
 
 def test_an_old_glibc_gets_the_largest_threshold_that_it_takes(

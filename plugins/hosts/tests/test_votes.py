@@ -351,7 +351,7 @@ def test_a_host_with_another_run_s_checkpoints_does_not_join(tmp_path: Path) -> 
 def test_a_host_without_gpus_does_not_join_those_with(monkeypatch: Patch) -> None:
     known = facts()
     with_gpus = {**known, "machine": {**known["machine"], "device": "cuda"}}
-    checkpoint = SimpleNamespace(steps=None)
+    checkpoint = SimpleNamespace(every_steps=None)
     plan: Any = SimpleNamespace(run_dir="/nowhere", config=SimpleNamespace(checkpoint=checkpoint))
     remotes = {
         "a": SimpleNamespace(link=object(), facts=with_gpus),
