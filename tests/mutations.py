@@ -96,7 +96,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the norm is clipped to its square", "engine/native.py",
-        "(self.max_grad_norm / (grad_norm + CLIP_EPSILON)).clamp(max=1.0)", "(self.max_grad_norm / (grad_norm + CLIP_EPSILON) ** 2).clamp(max=1.0)",
+        "(self.max_grad_norm / (grad_norm + CLIP_EPSILON)).clamp(max=1.0)",
+        "(self.max_grad_norm / (grad_norm + CLIP_EPSILON) ** 2).clamp(max=1.0)",
         ("tests/unit/test_native.py::test_clipping_scales_the_gradient",),
     ),
     Mutation(
