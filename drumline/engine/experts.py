@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from drumline.models.blocks import expert_modules
+from drumline.models.containers import product_dtype
 from drumline.vendor.torch import all_to_all_single_autograd
 
 
@@ -106,15 +107,12 @@ def cast_experts_under_autocast(model: nn.Module) -> None:
     """
     for name in expert_modules(model):
         module: Any = model.get_submodule(name)
-        module.forward = forward_with_replaced_weights(module, module.forward, _cast_as_autocast)
+        module.forward = forward_with_replaced_weights(module, module.forward, _cast_for_products)
 
 
-def _cast_as_autocast(weight: Tensor) -> Tensor:
-    """Return a weight in the type of autocast; unchanged if autocast is off."""
-    device_type = weight.device.type
-    if not torch.is_autocast_enabled(device_type):
-        return weight
-    return weight.to(torch.get_autocast_dtype(device_type))
+def _cast_for_products(weight: Tensor) -> Tensor:
+    """Return a weight in the type in which a linear layer would multiply it."""
+    return weight.to(product_dtype(weight))
 
 
 def is_expert_shard(parameter: Any) -> bool:

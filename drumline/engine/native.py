@@ -64,15 +64,16 @@ from drumline.engine.transforms import (
     apply_ddp,
     apply_memory,
     apply_sync_batchnorm,
+    autocast_dtype,
     batch_norms,
     compile_step,
-    computes_under_autocast,
+    gather_dtype,
 )
 from drumline.engine.user_module import UserModule, modes_kept
 from drumline.errors import ModelError, PlanError
 from drumline.models import adapters
 from drumline.models.blocks import blocks, tensor_plan
-from drumline.models.containers import LOW_PRECISION, raise_precision
+from drumline.models.containers import raise_precision
 from drumline.models.freeze import trainable_names
 from drumline.models.head import ForwardWithObjective
 from drumline.models.kernels import apply_liger
@@ -152,7 +153,8 @@ def _apply_to_layers(
 ) -> None:
     """Apply the transforms that replace or cut layers. `mesh`: None for one process alone."""
     apply_fp8(model, plan)
-    if not is_user_module and computes_under_autocast(plan):
+    casts_weights = gather_dtype(plan) is not None
+    if not is_user_module and autocast_dtype(plan, casts_weights) is not None:
         cast_experts_under_autocast(model)
     # A stage of a pipeline may have no layer that is cut.
     if plan.mesh.tp > 1 and (plan.mesh.pp == 1 or tensor_plan(model)):
@@ -230,9 +232,7 @@ class ForwardEngine:
         self.device_type = plan.device_type
         # FSDP2 casts weights as it gathers them. Other strategies leave casting to autocast.
         casts_weights = isinstance(wrapper, Sharded) and wrapper.casts
-        self.autocast_dtype: torch.dtype | None = None
-        if not (plan.is_pure_bf16 or casts_weights):
-            self.autocast_dtype = LOW_PRECISION.get(plan.precision)
+        self.autocast_dtype = autocast_dtype(plan, casts_weights)
         self.batch_norms = batch_norms(model)
         self.statistics = RunningStatistics(self.batch_norms)
         # Whether this rank has all weights of the model in their usual form: no strategy that

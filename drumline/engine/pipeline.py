@@ -48,7 +48,7 @@ from drumline.engine.tensor_parallel import apply_tp
 from drumline.engine.transforms import (
     apply_compile,
     apply_memory,
-    computes_under_autocast,
+    autocast_dtype,
     gather_dtype,
 )
 from drumline.models import adapters
@@ -86,11 +86,12 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
     shared = weights_of_first_and_last_stage(model, split_points)
     # Hidden states travel in the type of the residual stream. Autocast leaves it in fp32, and
     # weights that FSDP2 casts do not.
-    dtype = gather_dtype(plan) or torch.float32
+    gathered_in = gather_dtype(plan)
+    dtype = gathered_in or torch.float32
     model_part = rank_part(model, split_points, local_layers, dtype)
     if not next(model_part.parameters()).is_meta:
         model_part.to(values.device)
-    if computes_under_autocast(plan):
+    if autocast_dtype(plan, casts_weights=gathered_in is not None) is not None:
         cast_experts_under_autocast(model_part)
     if plan.mesh.tp > 1:
         is_sequence_parallel = plan.stream_parts > 1

@@ -46,6 +46,7 @@ from drumline.models.blocks import (
     find_base_layer,
     tensor_plan,
 )
+from drumline.models.containers import product_dtype
 from drumline.models.cut_trial import modules_with_partial_gradients
 from drumline.plan.facts import COLUMN_PARALLEL, TP_STYLES
 
@@ -246,10 +247,8 @@ def _on_all_tokens(
         is_flat = part_BtD.ndim == 2
         if is_flat:
             part_BtD = part_BtD.unflatten(0, (sequence_sharding.rows, -1))
-        device = part_BtD.device.type
-        if torch.is_autocast_enabled(device):
-            # Each layer of the region would cast the gathered tensor for itself.
-            part_BtD = part_BtD.to(torch.get_autocast_dtype(device))
+        # Under autocast each layer of the region would cast the gathered tensor for itself.
+        part_BtD = part_BtD.to(product_dtype(part_BtD))
         whole = sequence_sharding.gather(part_BtD, Partial())
         if is_flat:
             whole = whole.flatten(0, 1)

@@ -486,12 +486,14 @@ def gather_dtype(plan: Plan, is_user_module: bool = False) -> torch.dtype | None
     return DTYPES[low]
 
 
-def computes_under_autocast(plan: Plan) -> bool:
-    """Return whether a model keeps fp32 weights that autocast casts to a lower type at each use.
+def autocast_dtype(plan: Plan, casts_weights: bool) -> torch.dtype | None:
+    """Return the type in which autocast lets operations compute; None if there is no autocast.
 
-    For models of transformers. What is cast otherwise: pure low precision, or weights as gathered.
+    `casts_weights`: the strategy casts weights as it gathers them, which leaves autocast nothing.
     """
-    return plan.precision in LOW_PRECISION and not plan.is_pure_bf16 and gather_dtype(plan) is None
+    if plan.is_pure_bf16 or casts_weights:
+        return None
+    return LOW_PRECISION.get(plan.precision)
 
 
 def apply_ddp(

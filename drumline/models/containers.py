@@ -1,4 +1,4 @@
-"""Changes every tensor inside nested values, such as batches and the return values of models."""
+"""Low-precision types, and changes to every tensor within nested values, such as batches."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ from drumline.vendor.torch import tree_leaves, tree_map
 
 # Precision of a config → the type of weights that are kept in it.
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def product_dtype(factor: torch.Tensor) -> torch.dtype:
+    """Return the type in which a linear layer multiplies a factor: autocast's if it is on."""
+    device_type = factor.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return factor.dtype
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:

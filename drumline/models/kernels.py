@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drumline.models.containers import product_dtype
 from drumline.plan.rules import NO_LIGER
 
 # Arguments of Liger's functions. The loss is not among them: `linear_cross_entropy` below calls its
@@ -72,10 +73,7 @@ def linear_cross_entropy(
     """
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    device_type = hidden_ND.device.type
-    dtype = hidden_ND.dtype
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
+    dtype = product_dtype(hidden_ND)
     hidden = hidden_ND.to(dtype)
     weight = weight_VD.to(dtype)
     bias = None
@@ -86,6 +84,6 @@ def linear_cross_entropy(
         "accum_dtype": torch.float32,
         "return_predicted_tokens": True,
     }
-    with torch.autocast(device_type, enabled=False):
+    with torch.autocast(hidden_ND.device.type, enabled=False):
         out = liger_fused_linear_cross_entropy(hidden, weight, targets_N, bias, **options)
     return out.loss.float(), out.predicted_tokens == targets_N

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from drumline.models.containers import product_dtype
+
 # The log-probabilities of tokens' targets, and the entropies of tokens or None.
 LogProbs = tuple[Tensor, Tensor | None]
 IGNORE = -100
@@ -157,7 +159,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """Return the loss sum, and with choices bool[N]: whether the first choice is the target."""
         chunk, part, is_grad_enabled, with_choices = options
         device = hidden_ND.device
-        dtype = _product_dtype(hidden_ND)
+        dtype = product_dtype(hidden_ND)
         precise = torch.promote_types(dtype, torch.float32)
         scale = None
         if dtype == torch.float16:
@@ -255,14 +257,6 @@ def _first_choice(logits_NV: Tensor, part: VocabularyPart | None) -> tuple[Tenso
     first_N = torch.where(has_largest_N, index_N, no_index)
     dist.all_reduce(first_N, dist.ReduceOp.MIN, group=part.group)
     return top_N, first_N
-
-
-def _product_dtype(hidden_ND: Tensor) -> torch.dtype:
-    """Return the type in which a linear layer multiplies hidden states: autocast's if it is on."""
-    device_type = hidden_ND.device.type
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return hidden_ND.dtype
 
 
 class _Piece(NamedTuple):
@@ -524,7 +518,7 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> LogProbs:
         """Return log-probabilities and entropies, and keep each token's log-sum-exp for backward."""
         learned_M, chunk, temperature, entropy, part = options
-        dtype = _product_dtype(hidden_ND)
+        dtype = product_dtype(hidden_ND)
         # Backward runs without the autocast of the forward, whose type it needs.
         ctx.dtype = dtype
         ctx.chunk = chunk

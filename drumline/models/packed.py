@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from drumline.models.blocks import blocks
+from drumline.models.containers import product_dtype
 from drumline.plan.facts import is_packable
 
 # Entries of a 4-bit weight that share a scale.
@@ -130,10 +131,7 @@ class PackedLinear(nn.Module):
     @torch.compiler.disable
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return inputs @ weightᵀ + bias in autocast's type, else in that of the inputs."""
-        device_type = inputs.device.type
-        dtype = inputs.dtype
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
+        dtype = product_dtype(inputs)
         out: torch.Tensor = _Product.apply(inputs.to(dtype), self)
         if self.bias is None:
             return out
