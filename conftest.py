@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -32,6 +33,17 @@ def own_kinds_end_with_their_test() -> Iterator[None]:
     yield
     registry._users_specs.clear()
     registry._users_specs.update(known)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def old_objects_are_no_garbage() -> None:
+    """Keep the collector from all objects that imports and other files have left.
+
+    A loop collects all garbage when it begins, and searches all objects for tensors in its third
+    step: without this both take seconds in each test.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

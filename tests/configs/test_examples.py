@@ -267,7 +267,8 @@ def test_first_steps(
 METRICS = {"reward_smollm2": "accuracy", "dpo_smollm2": "margin", "kto_smollm2": "margin"}
 
 
-@pytest.mark.parametrize("name", [case(name, full=name != "dpo_smollm2") for name in PAIRS])
+@pytest.mark.full
+@pytest.mark.parametrize("name", PAIRS)
 def test_pairs_with_a_tiny_model(name: str, tmp_path: Path) -> None:
     """Whole runs of two steps, held-out pairs and the metric that `best` means among them."""
     pytest.importorskip("reasoning_gym")

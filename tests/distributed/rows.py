@@ -70,8 +70,8 @@ def group_of(row: Row) -> str:
 
 
 def covering(pairs: list[tuple[Row, Case]]) -> set[tuple[str, str]]:
-    """Names of pairs in which each algorithm meets every engine that it is asked of (one, where its
-    cases have a `kin`), and each row but AGAIN and each case without a `kin` stands once:
+    """Names of pairs in which each kind of work meets every engine that it is asked of, each row
+    but AGAIN stands once, and each algorithm and each case without a `kin` once on several ranks:
     greedily, the pair that gives most first. `pytest --full` runs the rest."""
     gives = {(row.name, case.name): needs(row, case) for row, case in pairs}
     chosen = set(NAMED)
@@ -93,9 +93,11 @@ def needs(row: Row, case: Case) -> set[Any]:
     if row.name not in AGAIN:
         given.add(row.name)
     if not case.kin:
-        given.add(case.name)
-    if not case.kin or engine == ENGINE_OF_KIN:
-        given.add((kind, engine))
+        given.add((WORK[kind], engine))
+    if row.world_size > 1:
+        given.add(("algorithm", kind))
+        if not case.kin:
+            given.add(case.name)
     return given
 
 
@@ -121,8 +123,15 @@ AGAIN = (
     "zero2 1",
     "zero3 2, activation checkpointing",
     "zero3 4",
+    "fsdp2 4",
+    "ddp 2 x ep 2",
 )
-ENGINE_OF_KIN = "ddp"
+# Kinds of work, of algorithms whose batches and passes over the model are alike.
+WORK = {
+    **dict.fromkeys(("None", "pretrain"), "texts"),
+    **dict.fromkeys(("reward", "dpo", "orpo", "simpo", "kto"), "answers"),
+    **dict.fromkeys(("grpo", "ppo"), "rollouts"),
+}
 # By tests/mutations.py.
 NAMED = {
     ("ddp 2, accumulation 4", "clipped hard"),
@@ -444,6 +453,10 @@ LOW_AGAIN = (
     "pp 2, fp16",
     "fsdp2 2 x pp 2, bf16",
     "zero1 2, bf16",
+    "tp 2, whole stream, bf16",
+    "fsdp2 2, gathered in bf16",
+    "fsdp2 2, gathered in fp32, bf16",
+    "zero2 2, bf16",
 )
 LOW_TOLERANCE = {"loss": 2e-3, "grad_norm": 2e-2}
 # One row of each kind of engine and mesh: what is not asked of all rows.

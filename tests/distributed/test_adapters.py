@@ -88,6 +88,7 @@ REST = (
     "dora",
     "4bit",
     "two",
+    "ends",
 )
 
 

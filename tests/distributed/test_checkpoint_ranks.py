@@ -100,7 +100,7 @@ def as_lists(tensors: Tensors) -> dict[str, Any]:
     "make, writers, readers",
     [
         case(plain, TWO, ALONE, full=True),
-        case(plain, ALONE, TWO, full=False),
+        case(plain, ALONE, TWO, full=True),
         case(sharded, TWO, ALONE, full=False),
         case(sharded, ALONE, TWO, full=True),
         case(sharded, THREE, TWO, full=True),

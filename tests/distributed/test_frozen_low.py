@@ -50,6 +50,7 @@ AGAIN = (
     "ddp",
     "fsdp2, frozen embedding",
     "pp",
+    "zero2",
 )
 
 

@@ -14,7 +14,7 @@ from drumline.planner import trace as tracing
 from tests.distributed.promises import facts_of
 from tests.distributed.ranks import run_module
 from tests.distributed.rows import CUT
-from tests.distributed.setups import plan_in, slug
+from tests.distributed.setups import asked_for, cases, plan_in, slug
 from tests.harness import read_json
 from tests.tiny import tiny_model_dir
 
@@ -32,6 +32,8 @@ ROWS: dict[str, tuple[Any, str, tuple[int, int, int]]] = {
 }
 # Strategies whose activations are traced as rank 0 of a process group that sends nothing.
 CUTS: dict[str, tuple[Any, str]] = {"tp": ("tp", "fp32"), "cp": ("cp", "fp32")}
+# With --full alone.
+AGAIN = ("pp", "diloco", "zero1, bf16", *CUTS)
 
 
 Told = dict[str, Any]
@@ -43,10 +45,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Told:
+def told(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path
+) -> Told:
     root = tmp_path_factory.mktemp("held")
     plans: dict[str, Path] = {}
-    for name, (strategy, precision, *_) in (ROWS | CUTS).items():
+    for name, (strategy, precision, *_) in asked_for(request, ROWS | CUTS, AGAIN).items():
         batch = {"global_samples": 4, "micro_batch": 1}
         if name in CUTS:
             batch["global_samples"] = 1
@@ -64,7 +68,7 @@ def sizes(model: Path) -> dict[str, int]:
         return {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", cases(ROWS, AGAIN))
 def test_ranks_hold_what_they_must(told: Told, model: Path, name: str) -> None:
     entries = sizes(model)
     number = sum(entries.values())
@@ -76,7 +80,7 @@ def test_ranks_hold_what_they_must(told: Told, model: Path, name: str) -> None:
         assert 0 <= more <= 256, name  # DeepSpeed's buffers are padded
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", cases(ROWS, AGAIN))
 def test_a_step_gives_back_what_it_took(told: Told, name: str) -> None:
     for rank in told[name]:
         parameters, gradients, optimizer = rank["held"]

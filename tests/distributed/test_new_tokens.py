@@ -62,7 +62,7 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "zero3 2": (2, CUT),
     "ep 2": (2, {"kind": "ddp", "ep": 2}),
 }
-OFTEN = {("all", "fsdp2 2"), ("all", "tp 2"), ("lora", "fsdp2 2")}
+OFTEN = {("all", "tp 2"), ("lora", "fsdp2 2")}
 REFUSED = {("lora", "tp 2"), ("lora tied", "tp 2")}
 # Kinds with spreads of their own. Each other kind has every spread of a dense model.
 SPREADS_OF = {

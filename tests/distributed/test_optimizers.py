@@ -91,6 +91,7 @@ REST = (
     "lion",
     "adafactor",
     "on host",
+    "muon",
 )
 LOW = ("single", "ddp 2", "fsdp2 2", "fsdp2 2, offload")  # of these alone is pure bf16 asked
 ROUND = ("fsdp2 2", "single", "tp 2", "pp 2", "ddp 2", "fsdp2 2")

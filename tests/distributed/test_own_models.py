@@ -23,7 +23,7 @@ from drumline.models.own import export_weights
 from drumline.plan.plan import DataIdentity, Plan
 from drumline.train.setup import Request, make_plan, resume_from
 from tests.distributed.ranks import run_plans
-from tests.distributed.setups import asked_for, cases, claim
+from tests.distributed.setups import asked_for, case, cases, claim
 from tests.harness import Sections, column, losses, run_drumline, same_tensors, same_weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
@@ -48,6 +48,8 @@ CUT: list[tuple[str, str, Any]] = [
     ("Staged", "fsdp2 pp", {"kind": "fsdp2", "pp": 2}),
     ("sequence", "pp", "pp"),
 ]
+# With --full alone: parity has their schedules and meshes.
+CUT_AGAIN = ("gpipe", "in turn", "fsdp2 pp")
 IN_FOUR = [
     ("Staged", "four", "pp"),
     ("Staged", "ddp pp", {"kind": "ddp", "pp": 2}),
@@ -173,10 +175,11 @@ def train_cut(root: Path, rows: list[tuple[str, str, Any]], world: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def cut_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cut_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("cut")
     train_cut(root, [("Staged", "alone", "single"), ("sequence", "alone", "single")], 1)
-    train_cut(root, CUT, 2)
+    rows = {row[1]: row for row in CUT}
+    train_cut(root, list(asked_for(request, rows, CUT_AGAIN).values()), 2)
     return root
 
 
@@ -188,7 +191,13 @@ def cut_in_four(cut_runs: Path) -> Path:
 
 
 @pytest.mark.claim("any module cut by a plan or by its stages trains the same")
-@pytest.mark.parametrize(("build", "name"), [row[:2] for row in CUT], ids=str)
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        case(build, name, id=f"{build}-{name}", full=name in CUT_AGAIN)
+        for build, name, strategy in CUT
+    ],
+)
 def test_cut_by_a_plan_or_by_stages_the_same_numbers(cut_runs: Path, build: str, name: str) -> None:
     same(cut_runs / build, name)
 

@@ -143,6 +143,12 @@ AGAIN += [
     ("fsdp2 2 x tp 2", "single"),
     ("tp 2", "cp 2"),
 ]
+AGAIN += [
+    ("single", "ddp 2"),
+    ("fsdp2 hybrid 2 x 2", "tp 2"),
+    MIXTURE_PAIRS[0],
+    (f"{LORA}ddp 2", f"{LORA}zero3 2"),
+]
 AGAIN += [(a, b) for a, b in permutations(SPREADS, 2) if (a, b) not in SOME]
 ALL_SPREADS = SPREADS | PIPELINES | PARTS | MIXTURES | ZERO
 

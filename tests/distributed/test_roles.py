@@ -211,7 +211,7 @@ def test_answers_as_one_process(told: Told, row: Row) -> None:
         assert rank["norm"] == pytest.approx(one["norm"], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("row", LOW, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", marked(LOW))
 def test_answers_in_low_precision_are_near(told: Told, row: Row) -> None:
     one = reference(told, row)
     ranks = told(row)
@@ -255,7 +255,7 @@ def check_handed_weights(rank: Said) -> None:
             assert torch.equal(part.flatten(), handed[name].flatten()), name
 
 
-@pytest.mark.parametrize("row", LOCAL, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", marked(LOCAL))
 def test_copies_that_differ_answer_with_their_mean(told: Told, row: Row) -> None:
     ranks = told(row)
     differing = 0

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tests.distributed.ranks import run_plans
-from tests.distributed.setups import UNSAVED, plan_run
+from tests.distributed.setups import UNSAVED, asked_for, plan_run
 from tests.harness import LETTERS, Sections, column, events, write_config
 from tests.tiny import tiny_model_dir
 
@@ -61,8 +61,12 @@ CASES: Sections = {
 }
 
 
+# With --full alone.
+AGAIN = ("alike", "dynamic")
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("kinds")
     model = tiny_model_dir(root / "model")
     judge = tiny_model_dir(root / "judge")
@@ -72,7 +76,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scores.save_pretrained(judge)
     JUDGE["model"] = {"id": str(judge)}
     plans = []
-    for name, algorithm in CASES.items():
+    for name, algorithm in asked_for(request, CASES, AGAIN).items():
         folder = root / name
         folder.mkdir()
         (folder / "rewards.py").write_text(REWARDS)

@@ -34,6 +34,7 @@ AGAIN = [
     ("vit", "fsdp2"),
     ("resnet", "fsdp2"),
     ("gpt", "zero3"),
+    ("gpt", "zero2"),
 ]
 # By its stages, and by a plan.
 CUT = [("mlp", strategy) for strategy in ("pp", "model_parallel", "tp")]

@@ -252,7 +252,6 @@ KINDS |= OF_TYPES
 # What two others show together, or what takes a compiler half a minute: with --full alone.
 AGAIN = (
     "llama untied, plain cross-entropy",
-    "norms between",
     "stream, compiled",
     "one graph",
     "stream, one graph",
@@ -276,6 +275,9 @@ AGAIN = (
     "lora",
     "stream, whole heads",
     "stream, queries, keys and values in one",
+    "queries, keys and values in one",
+    "activation with weights",
+    "stream, one graph, checkpointed",
     *OF_TYPES,
 )
 

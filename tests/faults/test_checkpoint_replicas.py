@@ -229,7 +229,8 @@ def every_host_has_step_beyond(folder: Path, step: int) -> bool:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("trials", [3, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("trials", [3, 20])
 def test_kills_and_lost_disks(tmp_path: Path, trials: int) -> None:
     draw = random.Random(0)
     reached = 0

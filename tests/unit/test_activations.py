@@ -90,6 +90,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.claim(
     "what blocks keep, offloaded, in chunks, or made again over some blocks, "
     "gives the same numbers, and moves the bytes that are planned"

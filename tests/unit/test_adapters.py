@@ -447,7 +447,8 @@ KINDS = {
     "the embedding, dora": LoRAConfig(r=4, targets=["embed_tokens"], dora=True),
     "the head": LoRAConfig(r=4, targets=["q_proj", "lm_head"], rslora=True),
 }
-AGAIN = ("dora", "pissa")  # with --full: another has both
+# With --full: another has both, or the same kind of weights.
+AGAIN = ("dora", "pissa", "two", "the embedding, dora", "the head")
 
 
 @pytest.mark.claim(

@@ -79,9 +79,10 @@ def test_another_length_without_building_it(length: int) -> None:
 @pytest.mark.parametrize(
     ("asked", "kinds"),
     [
-        (
+        pytest.param(
             asks("70b", "1x4090"),
             {"devices in place of 1"},
+            marks=pytest.mark.full,
         ),
         (
             asks("8b", {"device": "4090", "per_node": 1, "host_memory_gb": 100}),
@@ -313,7 +314,12 @@ def test_a_reason_that_guides_share_is_told_once(capsys: pytest.CaptureFixture[s
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "batch",
-    [{}, BATCH, {"global_samples": 64, "micro_batch": 1}, {"micro_batch": 2, "accumulation": 2}],
+    [
+        {},
+        pytest.param(BATCH, marks=pytest.mark.full),
+        pytest.param({"global_samples": 64, "micro_batch": 1}, marks=pytest.mark.full),
+        {"micro_batch": 2, "accumulation": 2},
+    ],
 )
 def test_auto_writes_what_it_chose(batch: dict[str, int]) -> None:
     asked = question("8b", "8xh100-80g", batch=batch)

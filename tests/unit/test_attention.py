@@ -665,6 +665,7 @@ def eager(
     return (attended.transpose(1, 2),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("cap", [None, 2.0])

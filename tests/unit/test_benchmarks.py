@@ -17,8 +17,6 @@ from tests.harness import ENV, ROOT
 FILES = sorted(
     path for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()
 )
-# The others start processes that import all there is, several times.
-CHEAP = ("chunked_cross_entropy",)
 # Without --smoke: all its parts are tiny where there is no GPU.
 ELSEWHERE = {"gpu": "tests/unit/test_gpu_parts.py"}
 
@@ -34,12 +32,18 @@ def run(path: Path, cwd: Path, *arguments: object, seconds: float = 60) -> str:
 
 
 def test_all_are_found() -> None:
-    assert len(FILES) >= 10 and set(CHEAP) | set(ELSEWHERE) <= {path.stem for path in FILES}
+    assert len(FILES) >= 10 and set(ELSEWHERE) <= {path.stem for path in FILES}
     assert all((ROOT / test).exists() for test in ELSEWHERE.values())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[] if index % 5 == 0 else pytest.mark.full)
+        for index, path in enumerate(FILES)
+    ],
+)
 def test_help_says_what_it_measures(path: Path, tmp_path: Path) -> None:
     said = run(path, tmp_path, "--help")
     what = ast.get_docstring(ast.parse(path.read_text()))
@@ -47,14 +51,10 @@ def test_help_says_what_it_measures(path: Path, tmp_path: Path) -> None:
     assert "--smoke" in said or path.stem in ELSEWHERE
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(p, id=p.stem, marks=[] if p.stem in CHEAP else pytest.mark.full)
-        for p in FILES
-        if p.stem not in ELSEWHERE
-    ],
+    "path", [pytest.param(path, id=path.stem) for path in FILES if path.stem not in ELSEWHERE]
 )
 def test_smoke(path: Path, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"

@@ -202,6 +202,7 @@ def test_a_run_taken_up_from_an_older_step_has_its_own_newest(tmp_path: Path) ->
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("named", "then", "best"), [(20, 25, 20), (20, 40, 20), (10, 15, 15), (10, 40, 40)]
 )

@@ -103,6 +103,7 @@ def on_h100(*overrides: str) -> Question:
     ).answer.question
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "enabled", "told"),
     [

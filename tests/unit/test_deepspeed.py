@@ -153,7 +153,7 @@ def assert_same_figures(
 
 
 @pytest.mark.parametrize("kind", ZERO)
-@pytest.mark.parametrize("optimizer_kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer_kind", ["adamw", pytest.param("sgd", marks=pytest.mark.full)])
 def test_as_the_native_engine(
     model_dir: Path,
     kind: str,
@@ -285,6 +285,7 @@ def test_the_flops_profile(model_dir: Path, tmp_path: Path) -> None:
     assert "LlamaForCausalLM" in profile.read_text()
 
 
+@pytest.mark.full
 def test_nothing_is_printed_for_being_installed() -> None:
     code = (
         "import drumline, accelerate, transformers, deepspeed;"

@@ -154,7 +154,7 @@ def test_init_says_what_is_to_be_installed(
     ("name", "id_"),
     [
         ("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct"),
-        ("llama-2-7b-chat", None),
+        pytest.param("llama-2-7b-chat", None, marks=pytest.mark.full),
         ("gpt3-175b", None),
     ],
 )

@@ -251,6 +251,7 @@ def assert_own_scales(made: NativeEngine) -> None:
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adamw", "muon", "schedule_free"])
 def test_weights_are_gathered_in_fp8_with_scales_of_their_own(model_dir: Path, kind: str) -> None:
     """Whatever has set them: a step, a mean that is evaluated, a checkpoint."""

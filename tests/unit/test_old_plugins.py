@@ -64,6 +64,7 @@ def test_an_overridden_answer_is_asked() -> None:
     assert cost_of(Talkative()).kept_bytes(2) == 14
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_it_trains(tmp_path: Path) -> None:
     config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), rows=24)

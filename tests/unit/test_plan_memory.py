@@ -654,6 +654,7 @@ ROLES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROLES)
 def test_other_models_are_counted_as_they_are_held(tmp_path: Path, name: str) -> None:
     from drumline.config.load import load

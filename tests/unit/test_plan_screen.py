@@ -20,7 +20,10 @@ LORA = [*EIGHT_B, "--adapter", "lora"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [80, 120, 240])
+@pytest.mark.parametrize(
+    "columns",
+    [80, pytest.param(120, marks=pytest.mark.full), pytest.param(240, marks=pytest.mark.full)],
+)
 def test_the_table_fits_the_terminal_and_cuts_no_word(run: Run, columns: int) -> None:
     code, out, _ = run("plan", *LORA, "--price", "0.4", "--all", columns=columns)
     assert code == 0

@@ -87,6 +87,7 @@ def test_two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert categories["seconds"]["measured"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_sweep_wants_a_gpu() -> None:
     ended = subprocess.run(

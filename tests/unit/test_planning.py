@@ -416,13 +416,17 @@ def test_a_mistake_in_the_cluster_flag_has_the_form_of_the_flag(
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--cluster 2x4x4090", True),
-        ("--cluster 2x4x4090 cluster.inter=400Gb", False),
-        ("--cluster 4x4090", False),
-        ("--cluster 4x4090 --what-if nodes=1,2", True),
-        ("--cluster 2x4x4090 --what-if nodes=2,4", True),
+        pytest.param("--cluster 2x4x4090", True, id="hosts", marks=pytest.mark.full),
+        pytest.param("--cluster 2x4x4090 cluster.inter=400Gb", False, id="said"),
+        pytest.param("--cluster 4x4090", False, id="one host", marks=pytest.mark.full),
+        pytest.param("--cluster 4x4090 --what-if nodes=1,2", True, id="what if"),
+        pytest.param(
+            "--cluster 2x4x4090 --what-if nodes=2,4",
+            True,
+            id="what if of hosts",
+            marks=pytest.mark.full,
+        ),
     ],
-    ids=["hosts", "said", "one host", "what if", "what if of hosts"],
 )
 @pytest.mark.slow
 def test_a_network_that_was_assumed_is_told_once(run: Run, flags: str, told: bool) -> None:
@@ -507,12 +511,13 @@ def texts_that_meet(figure: Any) -> list[tuple[str, str]]:
     return pairs
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param([*LORA, "data.max_length=2048"], id="4090s", marks=pytest.mark.full),
-        pytest.param([*EIGHT_B[:2], "--cluster", "8xh100-80g"], id="h100s", marks=pytest.mark.full),
+        pytest.param([*LORA, "data.max_length=2048"], id="4090s"),
+        pytest.param([*EIGHT_B[:2], "--cluster", "8xh100-80g"], id="h100s"),
         pytest.param([*EIGHT_B[:2], "--cluster", "2x4xh100-80g"], id="hosts"),
     ],
 )

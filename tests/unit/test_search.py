@@ -33,6 +33,7 @@ from drumline.planner.search.search import (
     search_strategy,
 )
 from tests import strategies as s
+from tests.distributed.setups import cases
 from tests.unit.shapes import asks, facts, question
 
 BATCH = {"global_samples": 64}
@@ -137,7 +138,15 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("name", TABLE)
+# With --full: other models on these devices, and other adapters.
+AGAIN = (
+    "1B on 8 H100: a copy on each",
+    "8B with LoRA there: 16 GB frozen, sharded 4 or whole",
+    "70B with QLoRA on 2 × 24 GB: 35 GB of codes on the host",
+)
+
+
+@pytest.mark.parametrize("name", cases(TABLE, AGAIN))
 @pytest.mark.slow
 def test_what_is_taken_and_what_is_refused(name: str) -> None:
     expected = TABLE[name]
@@ -326,9 +335,9 @@ def test_what_is_tight_and_faster_is_a_row_with_its_risk() -> None:
 @pytest.mark.parametrize(
     "batch",
     [
-        {"global_samples": 48},
+        pytest.param({"global_samples": 48}, marks=pytest.mark.full),
         {"global_tokens": 4096 * 48},
-        {"global_samples": 48, "micro_batch": 2},
+        pytest.param({"global_samples": 48, "micro_batch": 2}, marks=pytest.mark.full),
         {"accumulation": 6},
     ],
 )
@@ -366,6 +375,7 @@ def offloads(answer: Answer) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_what_the_user_says_is_held() -> None:
     """What is said of a kind holds for that kind; the others are there to compare with."""
     said = question(
@@ -591,6 +601,7 @@ def test_a_batch_cut_otherwise_is_no_other_batch() -> None:
 PPO = {"kind": "ppo", "rewards": [{"kind": "function", "path": "rewards.py:good"}]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [{"kind": "dpo", "reference": "live"}, PPO, "reward"],

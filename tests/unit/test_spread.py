@@ -50,6 +50,7 @@ def worker(rank: int, port: int, results: Any) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 def test_gradients_are_the_mean_over_ranks() -> None:
     port = free_port()
     with mp.Manager() as manager:

@@ -36,7 +36,9 @@ print(faults)
     platform.libc_ver()[0] != "glibc",
     reason="another C library gives freed memory back as it likes",
 )
-@pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("meta", False)])
+@pytest.mark.parametrize(
+    ("device", "kept"), [("cpu", True), pytest.param("meta", False, marks=pytest.mark.full)]
+)
 @pytest.mark.slow
 def test_memory_that_a_step_frees_is_there_for_the_next(device: str, kept: bool) -> None:
     """A rank that computes on the host keeps it; nobody else is changed."""

@@ -95,6 +95,7 @@ def measure(folder: str) -> Figures:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", list_folders())
 def test_a_folder_is_no_denser_than_allowed(folder: str) -> None:
     is_of_tests = "tests" in folder.split("/")

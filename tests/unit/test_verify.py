@@ -14,6 +14,7 @@ from tests.tiny import tiny_model_dir
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.full
 def test_strategies_agree_and_a_refusal_is_told(tmp_path: Path) -> None:
     model = tiny_model_dir(tmp_path / "model", layers=4)
     config = write_config(tmp_path, model, rows=40, optimizer={"lr": 1e-3})

@@ -147,6 +147,7 @@ def test_a_certain_model_does_not_hide_which_log_probs_a_server_gives(
         client(server, **other).generate(REQUESTS, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processed", [False, True])
 def test_where_nothing_is_cut_and_for_greedy_choices_either_kind_will_do(
     server: StubServer, processed: bool
