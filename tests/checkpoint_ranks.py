@@ -27,6 +27,9 @@ FORKS.set_forkserver_preload(
         "drumline.checkpoint.save",
         "drumline.checkpoint.load",
         "drumline.engine.native",
+        "drumline.train.loop",
+        "drumline.train.session",
+        "pytest",
         "s3fs",
     ]
 )
@@ -60,7 +63,7 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 
 
 def start(
-    world: int, work: Callable[..., Any], *arguments: object
+    world: int, work: Callable[..., Any], *arguments: object, lifetime: int = LIFETIME
 ) -> list[tuple[BaseProcess, multiprocessing.connection.Connection]]:
     """`work(*arguments)` on `world` ranks of a fresh process group (no group for a world of 0: one process alone)."""
     with tempfile.NamedTemporaryFile(prefix="drumline-store-", delete=True) as file:
@@ -71,7 +74,8 @@ def start(
     for rank in range(max(world, 1)):
         ours, theirs = FORKS.Pipe(duplex=False)
         process = FORKS.Process(
-            target=_rank, args=(rank, world, store, theirs, work, arguments, dict(os.environ))
+            target=_rank,
+            args=(rank, world, store, theirs, work, arguments, dict(os.environ), lifetime),
         )
         process.start()
         theirs.close()
@@ -91,7 +95,8 @@ def run(world: int, work: Callable[..., Any], *arguments: object, timeout: float
 
 
 def _run(world: int, work: Callable[..., Any], *arguments: object, timeout: float) -> list[Any]:
-    started = start(world, work, *arguments)
+    lifetime = max(LIFETIME, int(timeout) + 10)
+    started = start(world, work, *arguments, lifetime=lifetime)
     try:
         results = []
         for rank, (_, pipe) in enumerate(started):
@@ -119,10 +124,11 @@ def _rank(
     work: Callable[..., Any],
     arguments: tuple[object, ...],
     variables: dict[str, str],
+    lifetime: int,
 ) -> None:
     os.environ.update(variables)  # the server may be older than some of them
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.alarm(LIFETIME)
+    signal.alarm(lifetime)
     torch.set_num_threads(1)
     try:
         if world:

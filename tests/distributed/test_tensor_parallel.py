@@ -15,8 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch._dynamo import lookup_backend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -31,7 +29,7 @@ from drumline.models.adapters import inject
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, require_next_token
 from drumline.plan.stream import PROVEN
-from tests.distributed.ranks import free_port
+from tests.checkpoint_ranks import run
 from tests.distributed.setups import cases, chosen_params
 from tests.harness import Sections
 
@@ -365,7 +363,6 @@ def count_products(graph: torch.fx.GraphModule) -> int:
 
 
 Wrong = dict[str, Any]
-Results = dict[tuple[str, int], Wrong]
 
 
 def compare(kind: Kind) -> Wrong:
@@ -404,23 +401,17 @@ def compare(kind: Kind) -> Wrong:
     return wrong
 
 
-def worker(rank: int, port: int, names: list[str], results: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    for name in names:
-        results[name, rank] = compare(KINDS[name])
-    dist.destroy_process_group()
+def compare_all(names: list[str]) -> dict[str, Wrong]:
+    """Return what differs on this rank, by kind."""
+    return {name: compare(KINDS[name]) for name in names}
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> Results:
-    """Of the kinds that the chosen tests look at."""
+def results(request: pytest.FixtureRequest) -> list[dict[str, Wrong]]:
+    """Of each rank, for the kinds that the chosen tests look at."""
     params = chosen_params(request.session, __file__)
     names = [asked["name"] for asked in params]
-    port = free_port()
-    with mp.Manager() as manager:
-        shared = manager.dict()
-        mp.spawn(worker, (port, names, shared), nprocs=2)
-        return dict(shared)
+    return run(2, compare_all, names, timeout=600)
 
 
 @pytest.mark.claim("tensor and context parallelism train each kind of model")
@@ -428,5 +419,5 @@ def results(request: pytest.FixtureRequest) -> Results:
     "sequence parallelism, models like BERT, GPT-2 and experts under tensor parallelism have the gradients of one process"
 )
 @pytest.mark.parametrize("name", cases(KINDS, AGAIN))
-def test_same_gradients_as_in_one_process(results: Results, name: str) -> None:
-    assert [results[name, rank] for rank in range(2)] == [{}, {}]
+def test_same_gradients_as_in_one_process(results: list[dict[str, Wrong]], name: str) -> None:
+    assert [found[name] for found in results] == [{}, {}]
