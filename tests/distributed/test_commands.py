@@ -186,11 +186,12 @@ def test_weights_that_no_gradient_reaches(tmp_path: Path) -> None:
     assert found[2] == losses(tmp_path / "frozen" / "run")[2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
-        case("apertus", {"kind": "fsdp2"}, id="apertus", full=False),
-        case("granitemoe", {"kind": "ddp", "tp": 2}, id="granitemoe", full=True),
+        pytest.param("apertus", {"kind": "fsdp2"}, id="apertus"),
+        pytest.param("granitemoe", {"kind": "ddp", "tp": 2}, id="granitemoe"),
     ],
 )
 def test_architectures_of_others(tmp_path: Path, kind: str, strategy: dict[str, Any]) -> None:

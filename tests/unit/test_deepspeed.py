@@ -153,7 +153,7 @@ def assert_same_figures(
 
 
 @pytest.mark.parametrize("kind", ZERO)
-@pytest.mark.parametrize("optimizer_kind", ["adamw", pytest.param("sgd", marks=pytest.mark.full)])
+@pytest.mark.parametrize("optimizer_kind", ["adamw", "sgd"])
 def test_as_the_native_engine(
     model_dir: Path,
     kind: str,

@@ -154,7 +154,7 @@ def test_init_says_what_is_to_be_installed(
     ("name", "id_"),
     [
         ("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct"),
-        pytest.param("llama-2-7b-chat", None, marks=pytest.mark.full),
+        ("llama-2-7b-chat", None),
         ("gpt3-175b", None),
     ],
 )

@@ -352,7 +352,7 @@ KAHAN = "compensation."
     ("before", "after"),
     [
         ("kahan", "kahan"),
-        pytest.param("old kahan", "kahan", marks=pytest.mark.full),
+        ("old kahan", "kahan"),
         ("old kahan", "fp32"),
         ("kahan", "stochastic"),
         ("fp32", "kahan"),

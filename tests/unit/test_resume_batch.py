@@ -107,7 +107,7 @@ def test_a_run_goes_on_with_batches_of_the_same_size(tmp_path: Path, model: Path
 @pytest.mark.parametrize(
     ("length", "size", "steps"),
     [
-        pytest.param({"steps": 6}, 8, 6, marks=pytest.mark.full),
+        ({"steps": 6}, 8, 6),
         pytest.param({"steps": 6}, 2, 6, marks=pytest.mark.full),
         pytest.param({"steps": None, "epochs": 0.6}, 8, 4, marks=pytest.mark.full),
         ({"steps": None, "epochs": 0.6}, 2, 10),
@@ -180,12 +180,7 @@ FREEZE = {"model": {"freeze": ["model.embed_tokens"]}}
 
 
 @pytest.mark.parametrize(
-    "sections",
-    [
-        pytest.param({"adapter": "lora"}, id="lora", marks=pytest.mark.full),
-        pytest.param(FREEZE, id="freeze"),
-        pytest.param({}, id="all"),
-    ],
+    "sections", [{"adapter": "lora"}, FREEZE, {}], ids=["lora", "freeze", "all"]
 )
 @pytest.mark.slow
 def test_what_stays_frozen_is_what_it_was_trained_on_top_of(

@@ -225,7 +225,7 @@ def test_what_is_not_the_model_s_is_not_stepped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        pytest.param({"max_grad_norm": -1}, "above 0", marks=pytest.mark.full),
+        ({"max_grad_norm": -1}, "above 0"),
         ({"max_grad_norm": 0}, "above 0"),
         ({"lr": -1}, "lr is -1"),
     ],
@@ -241,7 +241,7 @@ def test_steps_that_would_train_uphill_or_not_at_all(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["loss", pytest.param("weight", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["loss", "weight"])
 def test_sums_of_measure_take_no_sum_s_place(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=f"a sum of the name '{name}'"), session(tmp_path) as s:
         model, _ = s.prepare(build, sgd)
