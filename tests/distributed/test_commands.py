@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.setups import case
 from tests.harness import (
     Finished,
     drumline,

@@ -80,7 +80,6 @@ def measured(run: Path, step: int) -> dict[str, float]:
     return {name: event[name] for name in ("loss", "token_accuracy", "exact_match")}
 
 
-@pytest.mark.full
 def test_the_base_model(run: Path, before: Results) -> None:
     assert before["metrics"] == pytest.approx(measured(run, 0), rel=1e-6)
     assert before["checkpoint"] is None
