@@ -55,8 +55,8 @@ CASES = [
         rows=("tp 2", "cp 2", "pp 2, zero bubble", "zero3 2"),
     ),
 ]
-# With --full alone: each kind of engine has a row without it. Cases of some rows are seen under
-# ZeRO 3.
+# With --full alone: each kind of engine has a row without it, and data parallelism has the reward
+# models and PPO of parity. Cases of some rows are seen under ZeRO 3.
 AGAIN = ("fsdp2 2", "zero2 2", "pp 2", "cp 2", "ddp 2")
 PAIRS = [(row, case) for case in CASES for row in ROWS if not case.rows or row.name in case.rows]
 
