@@ -10,7 +10,7 @@ from importlib.metadata import version
 from drumline.config.model import ModelConfig
 from drumline.models.classes import set_classes
 from drumline.models.load import facts, load_config
-from drumline.models.shapes import KNOWN, OF_IMAGES, with_config
+from drumline.models.shapes import KNOWN, names_to_count, with_config
 from drumline.planner.sizes import SHIPPED, dump
 
 LENGTH = 1024  # tokens: a power of two, by which sizes at other lengths follow without rounding
@@ -22,7 +22,7 @@ def counted(name: str, length: int = LENGTH) -> str:
 
 
 if __name__ == "__main__":
-    texts = [name for name, known in KNOWN.items() if known.values["model_type"] not in OF_IMAGES]
-    SHIPPED.write_text(
-        "\n".join([version("transformers"), *(f"{name} {counted(name)}" for name in texts), ""])
-    )
+    lines = [version("transformers")]
+    for name in names_to_count():
+        lines.append(f"{name} {counted(name)}")
+    SHIPPED.write_text("\n".join(lines) + "\n")

@@ -63,10 +63,36 @@ def init(
             "--yes", "-y", help="Ask nothing; use the default of everything that no flag sets."
         ),
     ] = False,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Copy this recipe, with --data and --model in it; `drumline recipes` lists them.",
+        ),
+    ] = None,
 ) -> None:
-    """Ask a few questions, plan, and write a commented YAML."""
+    """Ask a few questions, plan, and write a commented YAML; or copy a recipe."""
     from drumline.planner.init import InitAnswers
     from drumline.planner.init import init as run
+
+    if recipe is not None:
+        from drumline.planner.recipes import write_copy
+
+        planned_flags = {
+            "--cluster": cluster,
+            "--length": length,
+            "--adapter": adapter,
+            "--batch": batch,
+            "--algorithm": algorithm,
+        }
+        given = [flag for flag, value in planned_flags.items() if value is not None]
+        if given:
+            raise UserError(
+                "a recipe has its own",
+                where=" ".join(given),
+                fix="change it in the copy, or plan anew without --recipe",
+            )
+        raise typer.Exit(write_copy(recipe, config, data, model))
 
     answers = InitAnswers(
         model=model,
@@ -79,6 +105,30 @@ def init(
     )
     exit_code = run(config, answers, yes)
     raise typer.Exit(exit_code)
+
+
+def recipes(
+    family: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only of these models: qwen3, llama.")
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Only of this task: sft, sft-lora, dpo, grpo."),
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Only for this machine: 1x24gb, 1x80gb, 8x80gb, 2x8x80gb."
+        ),
+    ] = None,
+) -> None:
+    """List YAMLs to copy, for common models, tasks and machines.
+
+    Each is planned; `drumline init --recipe NAME` copies one.
+    """
+    from drumline.planner.recipes import show_recipes
+
+    show_recipes(family, task, machine)
 
 
 def plan(
@@ -291,6 +341,7 @@ def schema() -> None:
 
 COMMANDS = {
     "init": init,
+    "recipes": recipes,
     "plan": plan,
     "strategies": strategies,
     "schema": schema,

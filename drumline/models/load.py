@@ -69,7 +69,7 @@ STREAM_DROPOUTS = (
 # Config keys without which the sizes of a model are not known.
 SHAPE_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 # Keys that a model reads, though the class of its config does not declare them.
-UNDECLARED = {"qwen3_moe": ("head_dim",)}
+UNDECLARED = {"qwen3_moe": ("head_dim",), "glm4_moe": ("head_dim",)}
 # Kinds of layers whose attention sees a window.
 WINDOWED_LAYERS = {"sliding_attention", "chunked_attention"}
 # FLOPs of a token for each parameter in a matrix product: 2 in forward, and 2 each for the
@@ -387,7 +387,9 @@ def _experts_of(text_config: Any) -> _Experts:
     """Return the experts of a config's mixtures, and how many of them take a token."""
     number = getattr(text_config, "num_local_experts", None)
     number = number or getattr(text_config, "num_experts", None) or 1
-    per_token = getattr(text_config, "num_experts_per_tok", None) or number
+    per_token = getattr(text_config, "num_experts_per_tok", None)
+    # Gemma 4 has a name of its own for it.
+    per_token = per_token or getattr(text_config, "top_k_experts", None) or number
     return _Experts(int(number), min(int(number), int(per_token)))
 
 

@@ -137,6 +137,182 @@ def _qwen3_vl(name: str, *sizes: int, small: bool) -> Known:
     return Known(name, values)
 
 
+def _qwen3_vl_moe(name: str, *sizes: int) -> Known:
+    """Return a Qwen3-VL whose language model is a mixture of 128 experts, of which 8 take a token.
+
+    `sizes`: of the language model, in the order of SIZES, and the width of an expert.
+    """
+    *dense, expert = sizes
+    text = _sized(
+        dense,
+        model_type="qwen3_vl_moe_text",
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=262144,
+    )
+    text |= {"moe_intermediate_size": expert, "num_experts": 128, "num_experts_per_tok": 8}
+    vision = {
+        "model_type": "qwen3_vl_moe",
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "deepstack_visual_indexes": [8, 16, 24],
+        "num_heads": 16,
+        "out_hidden_size": dense[0],
+        "patch_size": 16,
+    }
+    ends = {"tie_word_embeddings": False}
+    values = {
+        "model_type": "qwen3_vl_moe",
+        **ends,
+        "text_config": text | ends,
+        "vision_config": vision,
+    }
+    return Known(name, values)
+
+
+# The towers of Qwen3.5, by their depth: width, width of the feed-forward part, heads.
+_QWEN35_TOWERS = {12: (768, 3072, 12), 24: (1024, 4096, 16), 27: (1152, 4304, 16)}
+
+
+def _qwen35(name: str, text: dict[str, Any], value_heads: int, tower: int, tied: bool) -> Known:
+    """Return a Qwen3.5, with Gated DeltaNet in three of four layers and attention in the fourth.
+
+    `text`: values of the language model, without those that all sizes share. `value_heads`: of
+    the DeltaNet. `tower`: a key of _QWEN35_TOWERS. `tied`: the head is the embedding.
+    """
+    kind = "qwen3_5"
+    if "num_experts" in text:
+        kind = "qwen3_5_moe"
+    ends = {"tie_word_embeddings": tied}
+    common = {
+        "model_type": f"{kind}_text",
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+    }
+    width, intermediate, heads = _QWEN35_TOWERS[tower]
+    vision = {
+        "depth": tower,
+        "hidden_size": width,
+        "intermediate_size": intermediate,
+        "num_heads": heads,
+        "out_hidden_size": text["hidden_size"],
+        "patch_size": 16,
+    }
+    values = {
+        "model_type": kind,
+        **ends,
+        "text_config": common | text | ends,
+        "vision_config": vision,
+    }
+    return Known(f"Qwen/{name}", values)
+
+
+def _qwen35_moe(name: str, *sizes: int, experts: int, per_token: int, value_heads: int) -> Known:
+    """Return a Qwen3.5 whose feed-forward parts are mixtures with a shared expert.
+
+    `sizes`: width, layers, heads, heads of keys and values, width of an expert.
+    """
+    hidden, layers, heads, kv_heads, expert = sizes
+    text = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "moe_intermediate_size": expert,
+        "shared_expert_intermediate_size": expert,
+        "num_experts": experts,
+        "num_experts_per_tok": per_token,
+    }
+    return _qwen35(name, text, value_heads, tower=27, tied=False)
+
+
+def _gemma4(name: str, *sizes: int, global_kv_heads: int, experts: int = 0) -> Known:
+    """Return a Gemma 4 with a tower for images.
+
+    `sizes`: of the language model, in the order of SIZES. `global_kv_heads`: heads of keys and
+    values of each sixth layer, which sees the whole row. `experts`: experts of a mixture beside
+    each feed-forward part, of width 704, of which 8 take a token.
+    """
+    text = _sized(
+        sizes,
+        model_type="gemma4_text",
+        head_dim=256,
+        vocab_size=262144,
+        max_position_embeddings=262144,
+        sliding_window=1024,
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=global_kv_heads,
+        final_logit_softcapping=30.0,
+    )
+    if experts:
+        text |= {"enable_moe_block": True, "num_experts": experts}
+        text |= {"top_k_experts": 8, "moe_intermediate_size": 704}
+    vision = _sized(
+        (1152, 4304, 27, 16, 16),
+        model_type="gemma4_vision",
+        head_dim=72,
+        patch_size=16,
+        standardize=True,
+    )
+    values = {
+        "model_type": "gemma4",
+        "text_config": text,
+        "vision_config": vision,
+        "audio_config": None,
+    }
+    return Known(f"google/{name}", values)
+
+
+def _mistral3(name: str, text_type: str, *sizes: int, positions: int, tied: bool = False) -> Known:
+    """Return a Mistral 3 or a Ministral 3 with a Pixtral tower.
+
+    `text_type`: model_type of the language model. `sizes`: its, in the order of SIZES.
+    """
+    text = _sized(
+        sizes,
+        model_type=text_type,
+        head_dim=128,
+        vocab_size=131072,
+        max_position_embeddings=positions,
+        sliding_window=None,
+        tie_word_embeddings=tied,
+    )
+    vision = _sized(
+        (1024, 4096, 24, 16),
+        model_type="pixtral",
+        patch_size=14,
+        image_size=1540,
+    )
+    values = {
+        "model_type": "mistral3",
+        "tie_word_embeddings": tied,
+        "text_config": text,
+        "vision_config": vision,
+    }
+    return Known(f"mistralai/{name}", values)
+
+
+def _nemotron3(name: str, pattern: str, **more: int) -> Known:
+    """Return a Nemotron 3, whose blocks are Mamba (M), mixtures (E) and attention (*).
+
+    `more`: values of its config, besides those that all sizes share.
+    """
+    values: dict[str, Any] = {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": pattern,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size": 131072,
+        "max_position_embeddings": 262144,
+    }
+    return Known(f"nvidia/{name}", values | more)
+
+
 def _llama4(name: str, experts: int, each: int, positions: int) -> Known:
     """Return a Llama 4. `each`: one layer of this many is a mixture of experts."""
     text = _sized(
@@ -161,6 +337,8 @@ def _llama4(name: str, experts: int, each: int, positions: int) -> Known:
     return Known(f"meta-llama/{name}", values)
 
 
+# In the order of SIZES.
+_MISTRAL_SMALL = (5120, 32768, 40, 32, 8)
 _GPT2 = {
     "gpt2": (768, 12, 12),
     "gpt2-medium": (1024, 24, 16),
@@ -235,52 +413,214 @@ phi-2 microsoft/phi-2 2560 10240 32 32 32 51200 2048
 phi-3-mini   microsoft/Phi-3-mini-4k-instruct 3072 8192  32 32 32 32064  4096
 phi-3.5-mini microsoft/Phi-3.5-mini-instruct  3072 8192  32 32 32 32064  4096
 phi-4        microsoft/phi-4                  5120 17920 40 40 10 100352 16384
+[phi3 tie_word_embeddings=true]
+phi-4-mini   microsoft/Phi-4-mini-instruct    3072 8192  32 24 8  200064 131072
 [olmo2]
 olmo-2-7b  allenai/OLMo-2-1124-7B  4096 11008 32 32 32 100352 4096
 olmo-2-13b allenai/OLMo-2-1124-13B 5120 13824 40 40 40 100352 4096
+[olmo3]
+olmo-3-7b  allenai/Olmo-3-1025-7B  4096 11008 32 32 32 100278 65536
+olmo-3-32b allenai/Olmo-3-1125-32B 5120 27648 64 40 8  100278 65536
+olmo-3.1-32b allenai/Olmo-3.1-32B-Instruct 5120 27648 64 40 8 100278 65536
+[smollm3 tie_word_embeddings=true]
+smollm3-3b HuggingFaceTB/SmolLM3-3B 2048 11008 36 16 4 128256 65536
+[glm4_moe head_dim=128 attention_bias=true num_experts_per_tok=8]
+glm-4.5-air zai-org/GLM-4.5-Air 4096 10944 46 96 8 151552 131072 moe_intermediate_size=1408 n_routed_experts=128
+[glm4_moe head_dim=128 attention_bias=true num_experts_per_tok=8 n_routed_experts=160 first_k_dense_replace=3 use_qk_norm=true]
+glm-4.5 zai-org/GLM-4.5 5120 12288 92 96 8 151552 131072 moe_intermediate_size=1536
+glm-4.6 zai-org/GLM-4.6 5120 12288 92 96 8 151552 202752 moe_intermediate_size=1536
+glm-4.7 zai-org/GLM-4.7 5120 12288 92 96 8 151552 202752 moe_intermediate_size=1536
+[minimax_m2 head_dim=128 num_local_experts=256 num_experts_per_tok=8]
+minimax-m2.5 MiniMaxAI/MiniMax-M2.5 3072 1536 62 48 8 200064 196608
+minimax-m2.7 MiniMaxAI/MiniMax-M2.7 3072 1536 62 48 8 200064 204800
 [gpt_oss head_dim=64 num_experts_per_tok=4 sliding_window=128]
 gpt-oss-20b  openai/gpt-oss-20b  2880 2880 24 64 8 201088 131072 num_local_experts=32
 gpt-oss-120b openai/gpt-oss-120b 2880 2880 36 64 8 201088 131072 num_local_experts=128
 """
-KNOWN: dict[str, Known] = {
-    **_rows(_TABLE),
-    **{
-        name: Known(
-            f"openai-community/{name}",
-            {"model_type": "gpt2", "n_embd": width, "n_layer": layers, "n_head": heads},
-        )
-        for name, (width, layers, heads) in _GPT2.items()
-    },
+# transformers' own defaults are its sizes; positions as its config has them. Without the layer that
+# predicts two tokens.
+_DEEPSEEK_V3 = {"model_type": "deepseek_v3", "max_position_embeddings": 163840}
+# Its config is of type kimi_k2, whose code is DeepSeek's.
+_KIMI_K2 = _sized(
+    (7168, 18432, 61, 64, 64),
+    model_type="deepseek_v3",
+    vocab_size=163840,
+    n_routed_experts=384,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+)
+_NEMOTRON_NANO = {
+    "hidden_size": 2688,
+    "num_attention_heads": 32,
+    "mamba_num_heads": 64,
+    "intermediate_size": 1856,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+}
+_NEMOTRON_SUPER = {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "mamba_num_heads": 128,
+    "intermediate_size": 2688,
+    "moe_intermediate_size": 2688,
+    "moe_shared_expert_intermediate_size": 5376,
+    "moe_latent_size": 1024,
+    "n_routed_experts": 512,
+    "num_experts_per_tok": 22,
+}
+
+
+def _text_models() -> dict[str, Known]:
+    """Return the known models of text, by their short names."""
+    models = _rows(_TABLE)
+    for name, (width, layers, heads) in _GPT2.items():
+        sizes = {"n_embd": width, "n_layer": layers, "n_head": heads}
+        models[name] = Known(f"openai-community/{name}", {"model_type": "gpt2", **sizes})
     # Brown et al. 2020, table 2.1: its weights are nowhere to be had.
-    "gpt3-175b": Known(
+    models["gpt3-175b"] = Known(
         "gpt3-175b",
         {"model_type": "gpt2", "n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 2048},
-    ),
-    "gemma-3-4b": _gemma3("gemma-3-4b", 2560, 10240, 34, 8, 4, head_dim=256),
-    "gemma-3-12b": _gemma3("gemma-3-12b", 3840, 15360, 48, 16, 8, head_dim=256),
-    "gemma-3-27b": _gemma3("gemma-3-27b", 5376, 21504, 62, 32, 16, head_dim=128),
-    "qwen3-vl-2b": _qwen3_vl("Qwen/Qwen3-VL-2B-Instruct", 2048, 6144, 28, 16, 8, small=True),
-    "qwen3-vl-4b": _qwen3_vl("Qwen/Qwen3-VL-4B-Instruct", 2560, 9728, 36, 32, 8, small=True),
-    "qwen3-vl-8b": _qwen3_vl("Qwen/Qwen3-VL-8B-Instruct", 4096, 12288, 36, 32, 8, small=False),
-    "qwen3-vl-32b": _qwen3_vl("Qwen/Qwen3-VL-32B-Instruct", 5120, 25600, 64, 64, 8, small=False),
-    "llama-4-scout": _llama4("Llama-4-Scout-17B-16E", 16, 1, 10485760),
-    "llama-4-maverick": _llama4("Llama-4-Maverick-17B-128E", 128, 2, 1048576),
-    # transformers' own defaults are its sizes; positions as its config has them. Without the layer
-    # that predicts two tokens.
-    "deepseek-v3": Known(
-        "deepseek-ai/DeepSeek-V3-Base",
-        {"model_type": "deepseek_v3", "max_position_embeddings": 163840},
-    ),
+    )
+    versions = {
+        "deepseek-v3": "V3-Base",
+        "deepseek-v3-0324": "V3-0324",
+        "deepseek-v3.1": "V3.1-Base",
+        "deepseek-r1": "R1",
+        "deepseek-r1-0528": "R1-0528",
+    }
+    for name, version in versions.items():
+        models[name] = Known(f"deepseek-ai/DeepSeek-{version}", _DEEPSEEK_V3)
+    models["deepseek-v3.2"] = Known(
+        "deepseek-ai/DeepSeek-V3.2", {**_DEEPSEEK_V3, "model_type": "deepseek_v32"}
+    )
+    models["kimi-k2"] = Known(
+        "moonshotai/Kimi-K2-Base", {**_KIMI_K2, "max_position_embeddings": 131072}
+    )
+    models["kimi-k2-0905"] = Known(
+        "moonshotai/Kimi-K2-Instruct-0905", {**_KIMI_K2, "max_position_embeddings": 262144}
+    )
+    models["nemotron-3-nano-30b-a3b"] = _nemotron3(
+        "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        **_NEMOTRON_NANO,
+    )
+    models["nemotron-3-super-120b-a12b"] = _nemotron3(
+        "NVIDIA-Nemotron-3-Super-120B-A12B-BF16",
+        "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+        **_NEMOTRON_SUPER,
+    )
+    return models
+
+
+def _qwen35_models() -> dict[str, Known]:
+    """Return the known Qwen3.5 models, and those of later versions with their shapes."""
+    models = {}
+    # Width, width of the feed-forward part, layers, heads, heads of keys and values; then heads of
+    # values of the DeltaNet, and the tower.
+    dense = {
+        "0.8B": ((1024, 3584, 24, 8, 2), 16, 12),
+        "2B": ((2048, 6144, 24, 8, 2), 16, 24),
+        "4B": ((2560, 9216, 32, 16, 4), 32, 24),
+        "9B": ((4096, 12288, 32, 16, 4), 32, 27),
+        "27B": ((5120, 17408, 64, 24, 4), 48, 27),
+    }
+    for size, (sizes, value_heads, tower) in dense.items():
+        is_tied = size in ("0.8B", "2B", "4B")
+        name = f"Qwen3.5-{size}"
+        models[name.lower()] = _qwen35(name, _sized(sizes), value_heads, tower, is_tied)
+    models["qwen3.5-35b-a3b"] = _qwen35_moe(
+        "Qwen3.5-35B-A3B", 2048, 40, 16, 2, 512, experts=256, per_token=8, value_heads=32
+    )
+    models["qwen3.5-122b-a10b"] = _qwen35_moe(
+        "Qwen3.5-122B-A10B", 3072, 48, 32, 2, 1024, experts=256, per_token=8, value_heads=64
+    )
+    models["qwen3.5-397b-a17b"] = _qwen35_moe(
+        "Qwen3.5-397B-A17B", 4096, 60, 32, 2, 1024, experts=512, per_token=10, value_heads=64
+    )
+    for name, same in (
+        ("Qwen3.6-27B", "qwen3.5-27b"),
+        ("Qwen3.6-35B-A3B", "qwen3.5-35b-a3b"),
+        ("Qwen3.8-27B", "qwen3.5-27b"),
+    ):
+        models[name.lower()] = Known(f"Qwen/{name}", models[same].values)
+    return models
+
+
+def _models_of_images_and_text() -> dict[str, Known]:
+    """Return the known models of text that look at images, by their short names."""
+    return {
+        "gemma-3-4b": _gemma3("gemma-3-4b", 2560, 10240, 34, 8, 4, head_dim=256),
+        "gemma-3-12b": _gemma3("gemma-3-12b", 3840, 15360, 48, 16, 8, head_dim=256),
+        "gemma-3-27b": _gemma3("gemma-3-27b", 5376, 21504, 62, 32, 16, head_dim=128),
+        "gemma-4-26b-a4b": _gemma4(
+            "gemma-4-26B-A4B", 2816, 2112, 30, 16, 8, global_kv_heads=2, experts=128
+        ),
+        "gemma-4-31b": _gemma4("gemma-4-31B", 5376, 21504, 60, 32, 16, global_kv_heads=4),
+        "qwen3-vl-2b": _qwen3_vl("Qwen/Qwen3-VL-2B-Instruct", 2048, 6144, 28, 16, 8, small=True),
+        "qwen3-vl-4b": _qwen3_vl("Qwen/Qwen3-VL-4B-Instruct", 2560, 9728, 36, 32, 8, small=True),
+        "qwen3-vl-8b": _qwen3_vl("Qwen/Qwen3-VL-8B-Instruct", 4096, 12288, 36, 32, 8, small=False),
+        "qwen3-vl-32b": _qwen3_vl(
+            "Qwen/Qwen3-VL-32B-Instruct", 5120, 25600, 64, 64, 8, small=False
+        ),
+        "qwen3-vl-30b-a3b": _qwen3_vl_moe(
+            "Qwen/Qwen3-VL-30B-A3B-Instruct", 2048, 6144, 48, 32, 4, 768
+        ),
+        **_qwen35_models(),
+        "mistral-small-3.1-24b": _mistral3(
+            "Mistral-Small-3.1-24B-Base-2503", "mistral", *_MISTRAL_SMALL, positions=131072
+        ),
+        "mistral-small-3.2-24b": _mistral3(
+            "Mistral-Small-3.2-24B-Instruct-2506", "mistral", *_MISTRAL_SMALL, positions=131072
+        ),
+        "ministral-3-3b": _mistral3(
+            "Ministral-3-3B-Base-2512",
+            "ministral3",
+            *(3072, 9216, 26, 32, 8),
+            positions=262144,
+            tied=True,
+        ),
+        "ministral-3-8b": _mistral3(
+            "Ministral-3-8B-Base-2512",
+            "ministral3",
+            *(4096, 14336, 34, 32, 8),
+            positions=262144,
+        ),
+        "llama-4-scout": _llama4("Llama-4-Scout-17B-16E", 16, 1, 10485760),
+        "llama-4-maverick": _llama4("Llama-4-Maverick-17B-128E", 128, 2, 1048576),
+    }
+
+
+KNOWN: dict[str, Known] = {
+    **_text_models(),
+    **_models_of_images_and_text(),
     "resnet-50": Known("microsoft/resnet-50", {"model_type": "resnet"}),
 }
 # Of the model_types above, those of models that classify images and generate no text.
 OF_IMAGES = ("resnet",)
-# Words in a name that say how the model was tuned, which changes no shape. Versions and dates
-# (-v0.1, -2507) are none of these: such models differ in rows, positions or more.
-_TUNING = re.compile(r"-(instruct|thinking|base|chat|it|pt|hf|text|inst|sft|dpo)(?=-|$)")
+# Words in a name that say how the model was tuned or in what type it is stored, which changes no
+# shape. Versions and dates (-v0.1, -2507) are none of these: such models differ in rows, positions
+# or more.
+_TUNING = re.compile(
+    r"-(instruct|thinking|think|reasoning|base|chat|it|pt|hf|text|inst|sft|dpo|bf16)(?=-|$)"
+)
 
 # Families whose tuned models have the base model's id and -Instruct.
 _INSTRUCT = ("llama-3-", "llama-3.1-", "llama-3.2-", "llama-4-", "qwen2.5-", "smollm2-")
+
+
+def names_to_count() -> list[str]:
+    """Return the names of the known models that known_sizes.txt has, one for each shape."""
+    names: list[str] = []
+    shapes: list[dict[str, Any]] = []
+    for name, known in KNOWN.items():
+        if known.values["model_type"] in OF_IMAGES or known.values in shapes:
+            continue
+        names.append(name)
+        shapes.append(known.values)
+    return names
 
 
 def find(name: str) -> Known | None:

@@ -100,16 +100,7 @@ def init(path: Path, answers: InitAnswers, yes: bool) -> int:
     Raises EnvironmentFault for a file that is there already, UserError for an answer that cannot be,
     and PlanError if nothing fits.
     """
-    if path.exists():
-        raise EnvironmentFault(
-            "is there already, and is not overwritten",
-            where=str(path),
-            fix="name another: drumline init NEW.yaml",
-        )
-    if not path.absolute().parent.is_dir():
-        raise EnvironmentFault(
-            "no such folder", where=str(path.parent), fix="make it, or name another"
-        )
+    check_new_file(path)
     console = Console(stderr=True, highlight=False)
     if yes:
         planned = _plan_for(answers, path, console, may_take_adapter=answers.adapter is None)
@@ -127,6 +118,20 @@ def init(path: Path, answers: InitAnswers, yes: bool) -> int:
     print(f"all plans: drumline plan {path}")
     print(f"to train:  drumline train {path}")
     return 0
+
+
+def check_new_file(path: Path) -> None:
+    """Raise EnvironmentFault if `path` exists, or if its folder does not."""
+    if path.exists():
+        raise EnvironmentFault(
+            "is there already, and is not overwritten",
+            where=str(path),
+            fix="name another: drumline init NEW.yaml",
+        )
+    if not path.absolute().parent.is_dir():
+        raise EnvironmentFault(
+            "no such folder", where=str(path.parent), fix="make it, or name another"
+        )
 
 
 def _plan_by_interview(answers: InitAnswers, path: Path, console: Console) -> Planned:
@@ -543,7 +548,7 @@ def fitted(config: Config, first: FirstRows | None, positions: int | None) -> Co
     """
     data: dict[str, Any] = {}
     if not config.data.eval:
-        data["holdout"] = _holdout(first)
+        data["holdout"] = rows_to_hold_out(first)
     every = MOST_STEPS_BETWEEN_SAVES
     if first is not None:
         length = config.data.max_length
@@ -566,7 +571,7 @@ def fitted(config: Config, first: FirstRows | None, positions: int | None) -> Co
     return config.model_copy(update=sections)
 
 
-def _holdout(first: FirstRows | None) -> int:
+def rows_to_hold_out(first: FirstRows | None) -> int:
     """Return the rows to hold out for evaluation: a share of all, as far as their number is known."""
     if first is None:
         return FEW

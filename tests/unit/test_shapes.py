@@ -12,11 +12,19 @@ from drumline.config.config import LoRAConfig
 from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.models.load import facts, load_config
-from drumline.models.shapes import KNOWN, OF_IMAGES, check_length, find, hub_id, near, with_config
+from drumline.models.shapes import (
+    KNOWN,
+    check_length,
+    find,
+    hub_id,
+    names_to_count,
+    near,
+    with_config,
+)
 from drumline.planner.sizes import SHIPPED, FoundModel, sizes_of
 from tests.harness import ROOT
 
-TEXTS = [name for name, known in KNOWN.items() if known.values["model_type"] not in OF_IMAGES]
+TEXTS = names_to_count()
 
 # As the hub counts the tensors of their safetensors files; None: the name's own figure, to a tenth.
 PUBLISHED = {
@@ -31,6 +39,16 @@ PUBLISHED = {
     "llama-4-scout": 108_641_793_536,
     "llama-4-maverick": 401_583_781_376,
     "deepseek-v3": 671_026_419_200 - 58 * 256,  # the routers' corrections are buffers
+    "qwen3-vl-30b-a3b": 31_070_754_032,
+    "mistral-small-3.1-24b": 24_011_361_280,
+    "ministral-3-3b": 3_849_090_048,
+    "ministral-3-8b": 8_918_026_716 - 476,  # scales of fp8
+    "smollm3-3b": 3_075_098_624,
+    "olmo-3-7b": 7_298_011_136,
+    "olmo-3-32b": 32_233_522_176,
+    "phi-4-mini": 3_836_021_760,
+    "minimax-m2.7": 228_689_764_864 - 62 * 256,  # the routers' corrections are buffers
+    "kimi-k2": 1_026_408_232_448 - 60 * 384,
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
     "llama-2-70b": 68_976_648_192,
@@ -66,6 +84,59 @@ PUBLISHED = {
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
 }
+# The same, with the layer that predicts the token after the next one, which transformers leaves out:
+# a block, a product of two widths by one, and three norms. GLM's has an embedding and a head of its
+# own, and its routers' corrections are buffers.
+WITH_NEXT_LAYER = {
+    "glm-4.5": 358_337_791_296 - 2 * 151_552 * 5120 - 90 * 160,
+    "glm-4.5-air": 110_468_824_832 - 2 * 151_552 * 4096 - 46 * 128,
+    "qwen3.5-0.8b": 873_438_784,
+    "qwen3.5-2b": 2_274_069_824,
+    "qwen3.5-4b": 4_659_865_088,
+    "qwen3.5-9b": 9_653_104_368,
+    "qwen3.5-27b": 27_781_427_952,
+    "qwen3.5-35b-a3b": 35_951_822_704,
+    "qwen3.5-122b-a10b": 125_086_497_008,
+    "qwen3.5-397b-a17b": 403_397_928_944,
+}
+# As their cards say, to a hundredth.
+ON_CARDS = {
+    "gemma-4-26b-a4b": 25.8e9,
+    "gemma-4-31b": 31.3e9,
+    "nemotron-3-nano-30b-a3b": 31.6e9,
+    "nemotron-3-super-120b-a12b": 120e9,
+    "deepseek-v3.2": 671e9,
+}
+
+
+@pytest.mark.parametrize("name", WITH_NEXT_LAYER)
+def test_sizes_of_models_that_predict_two_tokens(name: str) -> None:
+    known = sizes_of(FoundModel(with_config(KNOWN[name], ModelConfig(id=name)), None), 1024, "lm")
+    hidden = known.hidden
+    block = sum(weight.numel for weight in known.block_weights[-1])
+    next_layer = block + 2 * hidden * hidden + 3 * hidden
+    assert known.parameters + next_layer == WITH_NEXT_LAYER[name]
+
+
+@pytest.mark.parametrize("name", ON_CARDS)
+def test_sizes_are_those_of_the_card(name: str) -> None:
+    known = sizes_of(FoundModel(with_config(KNOWN[name], ModelConfig(id=name)), None), 1024, "lm")
+    assert known.parameters == pytest.approx(ON_CARDS[name], rel=0.01)
+
+
+def test_gemma_4_has_a_name_of_its_own_for_the_experts_of_a_token() -> None:
+    model = with_config(KNOWN["gemma-4-26b-a4b"], ModelConfig(id="gemma-4-26b-a4b"))
+    known = sizes_of(FoundModel(model, None), 512, "lm")
+    assert (known.experts, known.experts_per_token) == (128, 8)
+
+
+def test_versions_of_one_shape_share_a_line() -> None:
+    """Qwen3.8 27B has the shape of Qwen3.5 27B."""
+    assert "qwen3.8-27b" not in TEXTS and "qwen3.5-27b" in TEXTS
+    model = with_config(KNOWN["qwen3.8-27b"], ModelConfig(id="qwen3.8-27b"))
+    same = with_config(KNOWN["qwen3.5-27b"], ModelConfig(id="qwen3.5-27b"))
+    counts = [sizes_of(FoundModel(each, None), 512, "lm") for each in (model, same)]
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.slow
@@ -157,6 +228,19 @@ def test_a_token_meets_the_experts_that_are_chosen_for_it(name: str, active: flo
         ("mistralai/Mistral-7B-v0.1", "mistral-7b-v0.1"),
         ("Qwen/Qwen3-4B-Thinking-2507", "qwen3-4b-2507"),
         ("Qwen/Qwen3-8B-2507", None),
+        ("Qwen/Qwen3.8-27B", "qwen3.8-27b"),
+        ("Qwen/Qwen3.5-9B-Base", "qwen3.5-9b"),
+        ("zai-org/GLM-4.5-Air-Base", "glm-4.5-air"),
+        ("allenai/Olmo-3-7B-Think", "olmo-3-7b"),
+        ("allenai/Olmo-3-1125-32B", "olmo-3-32b"),
+        ("mistralai/Ministral-3-8B-Instruct-2512-BF16", "ministral-3-8b"),
+        ("mistralai/Mistral-Small-3.2-24B-Instruct-2506", "mistral-small-3.2-24b"),
+        ("HuggingFaceTB/SmolLM3-3B-Base", "smollm3-3b"),
+        ("google/gemma-4-31B-it", "gemma-4-31b"),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nemotron-3-nano-30b-a3b"),
+        ("moonshotai/Kimi-K2-Instruct", "kimi-k2"),
+        ("deepseek-ai/DeepSeek-R1-0528", "deepseek-r1-0528"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", None),
         ("somebody/else", None),
     ],
 )

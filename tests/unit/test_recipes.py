@@ -1,0 +1,130 @@
+"""Recipes: each is planned as it stands, its head says what the planner predicts, and a copy is a run of the user's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from drumline.config.load import load
+from drumline.models.shapes import find
+from drumline.planner.recipes import all_recipes, predict, with_prediction
+from tests.unit.conftest import Run
+
+RECIPES = {recipe.name: recipe for recipe in all_recipes()}
+TASKS = {"sft-full", "sft-lora", "sft-qlora", "dpo-full", "dpo-lora", "grpo-full", "grpo-lora"}
+SFT = "qwen3-8b_sft-qlora_1x24gb"
+
+
+def test_there_are_thirty_for_all_tasks_and_machines() -> None:
+    assert len(RECIPES) == 30
+    assert {recipe.task for recipe in RECIPES.values()} >= TASKS
+    machines = {recipe.machine for recipe in RECIPES.values()}
+    assert machines == {"1x24gb", "1x80gb", "8x80gb", "2x8x80gb"}
+    assert {recipe.family for recipe in RECIPES.values()} >= {"qwen3", "qwen3-vl", "llama-3.1"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_head_of_a_recipe_is_what_the_planner_predicts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = RECIPES[name].path
+    lines = predict(path)
+    assert with_prediction(path.read_text(), lines) == path.read_text(), (
+        "python -m scripts.recipes plans anew"
+    )
+    assert lines[1].endswith(": fits")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_name_of_a_recipe_says_what_is_in_it(name: str) -> None:
+    recipe = RECIPES[name]
+    config = load(recipe.path, []).config
+    algorithm, _, weights = recipe.task.partition("-")
+    assert config.algorithm.kind == algorithm
+    assert config.adapter.kind == ("none" if weights == "full" else "lora")
+    assert (getattr(config.adapter, "quantize", None) == "4bit") == (weights == "qlora")
+    assert config.model.id is not None and find(config.model.id) is not None
+    assert recipe.model.split("-")[0] in config.model.id.lower()
+    assert config.cluster is not None
+    devices = f"{config.cluster.per_node}x"
+    if config.cluster.nodes > 1:
+        devices = f"{config.cluster.nodes}x{devices}"
+    assert recipe.machine.startswith(devices)
+    assert f"--recipe {name} " in recipe.path.read_text()
+
+
+def test_a_copy_has_the_users_data_and_model(run: Run, tmp_path: Path) -> None:
+    rows = tmp_path / "my rows, #1.jsonl"
+    rows.write_text(json.dumps({"question": "Two pears?", "answer": "pear | 2"}) + "\n")
+    path = tmp_path / "mine.yaml"
+    code, out, _ = run("init", path, "--recipe", SFT, "--data", rows)
+    assert code == 0 and f"drumline train {path}" in out and "1 rows" in out
+    copied, own = load(path, []).config, load(RECIPES[SFT].path, []).config
+    assert copied.data.train[0].path == str(rows)
+    assert (copied.data.holdout, own.data.holdout) == (1, 200), "fewer where there are few rows"
+    same = copied.model_copy(update={"data": own.data, "run": own.run})
+    assert same == own
+    assert "#   memory" in path.read_text()
+    code, _, err = run("init", path, "--recipe", SFT)
+    assert code == 2 and "not overwritten" in err
+
+
+def test_a_copy_for_another_model_claims_no_plan(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "other.yaml"
+    code, out, _ = run("init", path, "--recipe", SFT, "--model", "Qwen/Qwen3-4B")
+    assert code == 0 and "not here yet" in out
+    text = path.read_text()
+    assert load(path, []).config.model.id == "Qwen/Qwen3-4B"
+    assert "#   memory" not in text and f"drumline plan {path}" in text and "# Measured:" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--recipe", "qwen3-8b_sft-qlora_1x24g"], f"did you mean {SFT}?"),
+        (["--recipe", SFT, "--length", "96"], "--length: a recipe has its own"),
+    ],
+)
+def test_what_is_no_recipe_is_refused(
+    words: list[str], said: str, run: Run, tmp_path: Path
+) -> None:
+    code, _, err = run("init", tmp_path / "mine.yaml", *words)
+    assert code == 2 and said in err
+    assert not (tmp_path / "mine.yaml").exists()
+
+
+def test_rows_that_the_task_does_not_take_are_refused(run: Run, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "Two pears?", "answer": "pear | 2"}) + "\n")
+    recipe = "qwen3-4b_dpo-lora_1x24gb"
+    code, _, err = run("init", tmp_path / "mine.yaml", "--recipe", recipe, "--data", rows)
+    assert code == 2 and "rows.jsonl:1" in err
+    assert not (tmp_path / "mine.yaml").exists()
+
+
+def test_recipes_are_listed_by_family_task_and_machine(run: Run) -> None:
+    code, out, _ = run("recipes", "--family", "qwen3", "--task", "sft", "--machine", "1x24gb")
+    assert code == 0
+    listed = [word for word in out.split() if word in RECIPES]
+    assert SFT in listed
+    for name in listed:
+        recipe = RECIPES[name]
+        assert recipe.family in ("qwen3", "qwen3-vl") and recipe.task.startswith("sft-")
+        assert recipe.machine == "1x24gb"
+    _, out, _ = run("recipes")
+    assert all(name in out for name in RECIPES)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--family", "bert"], "no recipe has family 'bert'"),
+        (["--machine", "1x24gb", "--task", "dpo-full"], "no recipe is of all of these"),
+    ],
+)
+def test_a_list_of_nothing_says_so(words: list[str], said: str, run: Run) -> None:
+    code, _, err = run("recipes", *words)
+    assert code == 2 and said in err
