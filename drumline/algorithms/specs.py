@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import Field
+
 from drumline.config.algorithm import AlgorithmSpec, ChunkedSpec, HeadOutput, RolloutSpec
-from drumline.config.data import JUDGED_FORMS, PAIR_FORMS, DataConfig, Forms
+from drumline.config.data import JUDGED_FORMS, PAIR_FORMS, RETRIEVAL_FORMS, DataConfig, Forms
 from drumline.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -60,8 +62,11 @@ class PairSpec(AlgorithmSpec):
     shares_prompts: ClassVar[bool] = True
     columns: ClassVar[str] = "`prompt`, `chosen` and `rejected`"
     metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
-    # The two answers are two rows of a batch.
-    rows_per_sample: ClassVar[int] = 2
+
+    @property
+    def rows_per_sample(self) -> int:
+        """The two answers are two rows of a batch."""
+        return 2
 
     @property
     def forms(self) -> Forms:
@@ -144,6 +149,24 @@ class JudgedSpec(ChunkedSpec):
         from drumline.data.judged import placeholder_judged
 
         return placeholder_judged(rows, length)
+
+
+class RetrievalSpec(AlgorithmSpec):
+    """The base of algorithms that learn which texts answer a query."""
+
+    columns: ClassVar[str] = "`query`, `positive` and maybe `negative` (a text or a list)"
+    best_by: ClassVar[dict[str, str]] = {"metric": "ndcg@10", "mode": "max"}
+    writes: ClassVar[bool] = False
+    negatives: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="Negatives of a row that are learned from, the first ones; a row may have fewer.",
+    )
+
+    @property
+    def forms(self) -> Forms:
+        return RETRIEVAL_FORMS
 
 
 class PromptSpec(RolloutSpec):

@@ -113,8 +113,6 @@ class AlgorithmSpec(Spec):
     # Whether all rows are joined to a stream of tokens, which is cut into packs of data.max_length.
     # A row may then continue in the next pack.
     cuts: ClassVar[bool] = False
-    # Number of sequences, each of up to data.max_length tokens, that make a sample.
-    rows_per_sample: ClassVar[int] = 1
     # Whether rows may have images beside text.
     sees_images: ClassVar[bool] = False
     # Whether a row is a prompt with its answer, which a generated answer can be compared with.
@@ -135,6 +133,11 @@ class AlgorithmSpec(Spec):
     def head(self) -> Head:
         """The head of the trainable model."""
         return "lm"
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Number of sequences, each of up to data.max_length tokens, that make a sample."""
+        return 1
 
     @property
     def needs_mismatched_pairs(self) -> bool:

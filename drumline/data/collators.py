@@ -12,6 +12,7 @@ from drumline.data.batches import collate, collate_labelled_texts, collate_pairs
 from drumline.data.cache import TokenCache
 from drumline.data.images import collate_labelled_images, collate_vision
 from drumline.data.judged import collate_judged, collate_mismatched
+from drumline.data.retrieval import collate_retrieval
 from drumline.models.load import load_config
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import load_processor, side_of, vision_of
@@ -71,6 +72,18 @@ def judged_collator(
             cache, ids, predecessor_ids, pad, width, max_length
         )
     )
+
+
+def retrieval_collator(plan: Plan, width: int | None, texts: int) -> CollatorFactory:
+    """Return the factory for queries with texts that do and do not answer them.
+
+    Args:
+        plan: the plan of the run.
+        width: tokens of every row; None: those of the longest row.
+        texts: rows of each sample.
+    """
+    pad = padding_id(plan)
+    return lambda cache: lambda ids: collate_retrieval(plan, cache, ids, pad, width, texts)
 
 
 def labelled_collator(plan: Plan, width: int | None, image_size: int | None) -> CollatorFactory:
