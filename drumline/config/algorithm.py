@@ -119,6 +119,9 @@ class AlgorithmSpec(Spec):
     has_answers: ClassVar[bool] = False
     # Whether the trained model can generate text. Otherwise it gives scores or classes.
     writes: ClassVar[bool] = True
+    # The library that loads an export, and what it does, as a model's card on the hub names both.
+    library: ClassVar[str] = "transformers"
+    task: ClassVar[str | None] = None
     # What the objective reads of the logits. Memory and communication of the head follow from it.
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"cross_entropy"})
     # The class or function, as module:name, that `build` calls with the spec.
@@ -260,6 +263,14 @@ class AlgorithmSpec(Spec):
         """
         return 0
 
+    def first_numbers(self, hidden: int) -> int:
+        """Return how many numbers of each sample are kept from the first pass until the step ends.
+
+        Every rank keeps those of the whole global batch. A few count as none. `hidden`: width of the
+        model's hidden states.
+        """
+        return 0
+
     @property
     def reference_forwards(self) -> int:
         """Number of forward passes of the reference over a batch in a step.
@@ -271,6 +282,13 @@ class AlgorithmSpec(Spec):
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
         """Return the models besides the policy by name: `reference`, `value`, `reward`, `reward2`…"""
+        return {}
+
+    def export_files(self, plan: Any, hidden: int) -> dict[str, Any]:
+        """Return JSON files that an export has beside the model, as path in its folder → content.
+
+        `hidden`: width of the model's hidden states.
+        """
         return {}
 
     def build_in(self, base_dir: Path) -> Any:

@@ -35,6 +35,8 @@ class EmbedConfig(RetrievalSpec):
         "ndcg@10",
     )
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset()
+    library: ClassVar[str] = "sentence-transformers"
+    task: ClassVar[str | None] = "sentence-similarity"
     objective: ClassVar[str] = "drumline.algorithms.embed.objective:Embed"
     kind: Literal["embed"] = "embed"
     pooling: Pooling = Field(
@@ -89,7 +91,10 @@ class EmbedConfig(RetrievalSpec):
         return "last"
 
     def first_numbers(self, hidden: int) -> int:
-        """Return how many numbers each sample has in `batch.first` in training."""
+        """Return how many numbers `batch.first` has of each sample in training.
+
+        They are the gradient of each embedding, and STATISTICS.
+        """
         return self.rows_per_sample * hidden + STATISTICS
 
     def encoder(self, tokenizer: Any, data: Any, vision: Any = None) -> RowEncoder:
@@ -103,6 +108,13 @@ class EmbedConfig(RetrievalSpec):
         from drumline.data.collators import retrieval_collator
 
         return retrieval_collator(plan, width, self.rows_per_sample)
+
+    def export_files(self, plan: Plan, hidden: int) -> dict[str, Any]:
+        """Return the files by which sentence-transformers loads the export."""
+        from drumline.algorithms.embed.folder import sentence_transformers_files
+
+        max_length = plan.config.data.max_length
+        return sentence_transformers_files(self, plan.bidirectional, hidden, max_length)
 
     def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
         return {
