@@ -72,6 +72,9 @@ class PairSpec(AlgorithmSpec):
     def forms(self) -> Forms:
         return PAIR_FORMS
 
+    def segment_names(self, segments: int) -> list[str]:
+        return ["chosen", "rejected"][:segments]
+
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.encode import PairRowEncoder
 
@@ -167,6 +170,10 @@ class RetrievalSpec(AlgorithmSpec):
     @property
     def forms(self) -> Forms:
         return RETRIEVAL_FORMS
+
+    def segment_names(self, segments: int) -> list[str]:
+        negatives = [f"negative {number}" for number in range(1, segments - 1)]
+        return ["query", "positive", *negatives][:segments]
 
 
 class PromptSpec(RolloutSpec):

@@ -194,6 +194,13 @@ class AlgorithmSpec(Spec):
         """
         raise NotImplementedError
 
+    def segment_names(self, segments: int) -> list[str]:
+        """Return the names of a row's segments, as `drumline preview` shows them; empty for none.
+
+        `segments`: how many the row has.
+        """
+        return [""] * segments
+
     def check_rows(self, train: Any) -> None:
         """Check that the algorithm can learn from the rows of a token cache.
 
