@@ -182,6 +182,7 @@ ROWS = {
     **dict.fromkeys(("reward", "dpo", "orpo", "simpo"), pair_rows),
     **dict.fromkeys(("kto", "npo"), judged_rows),
     "embed": retrieval_rows,
+    "rerank": retrieval_rows,
     "ppo": prompt_rows,
     "grpo": prompt_rows,
 }

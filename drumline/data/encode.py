@@ -126,7 +126,7 @@ class PromptRowEncoder:
             )
         tokens = ids[-self.room :]
         return EncodedSample(
-            [_without_targets(tokens)], _prompt_meta(row, text), truncated=is_too_long
+            [without_targets(tokens)], _prompt_meta(row, text), truncated=is_too_long
         )
 
 
@@ -445,13 +445,13 @@ def encode_whole_text(tokenizer: Any, text: str, data: DataConfig, origin: str) 
     limit = data.max_length
     # Only for `error` and `drop`. The text is cut by the tokenizer below, which keeps the special
     # tokens of both ends.
-    if truncate(_without_targets(tokens), limit, data.truncation, origin) is None:
+    if truncate(without_targets(tokens), limit, data.truncation, origin) is None:
         return None
     is_cut = len(tokens) > limit
     if is_cut:
         tokenizer.truncation_side = data.truncation
         tokens = tokenizer(text, truncation=True, max_length=limit)["input_ids"]
-    return WholeText(_without_targets(tokens), is_cut)
+    return WholeText(without_targets(tokens), is_cut)
 
 
 class LabelledTextEncoder:
@@ -494,9 +494,9 @@ class LabelledImageEncoder:
         read_image(path, row.origin)
         label = label_of(row, self.labels)
         meta = {"label": label, "origin": row.origin, "path": path}
-        return EncodedSample([_without_targets([0])], meta)
+        return EncodedSample([without_targets([0])], meta)
 
 
-def _without_targets(tokens: list[int]) -> TokenSegment:
+def without_targets(tokens: list[int]) -> TokenSegment:
     """Return tokens of which none is a target."""
     return TokenSegment(np.asarray(tokens, np.int32), np.zeros(len(tokens), np.uint8))

@@ -215,7 +215,7 @@ ALGORITHMS_OF_FORMS = (
     (JUDGED_FORMS, "kto"),
     (TEXT_FORMS, "sft"),
     (PAIR_FORMS, "dpo, orpo, simpo or reward"),
-    (RETRIEVAL_FORMS, "embed"),
+    (RETRIEVAL_FORMS, "embed or rerank"),
 )
 # A name counts as a misspelling of another if their ratio by `difflib` is at least this.
 LEAST_SIMILARITY = 0.75

@@ -1,4 +1,4 @@
-"""The rules of models that embed texts, whose loss compares texts of all ranks. No torch here."""
+"""The rules of models that search: of embeddings, and of rerankers. No torch here."""
 
 from __future__ import annotations
 
@@ -9,10 +9,27 @@ from drumline.plan.rule import Case
 
 
 def refusals(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of embeddings; none for models with another output."""
+    """Yield refusals of embeddings and of rerankers; none for other algorithms."""
+    if case.config.head == "embedding":
+        yield from _embeddings(case)
+    elif case.config.algorithm.kind == "rerank":
+        yield from _rerankers(case)
+
+
+def _rerankers(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of models that read a query and a text in one row."""
+    for dimension, ranks in (("pp", case.mesh.pp), ("cp", case.mesh.cp)):
+        if ranks > 1:
+            yield Refusal(
+                f"{dimension} × rerank",
+                "a model also gets which tokens are the query's, and parts of models and of rows get ids and positions alone",
+                "use strategy=ddp, fsdp2 or tp",
+            )
+
+
+def _embeddings(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of embeddings, whose loss compares texts of all ranks."""
     config = case.config
-    if config.head != "embedding":
-        return
     if case.mesh.pp > 1:
         yield Refusal(
             "pp × embeddings",
