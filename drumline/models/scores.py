@@ -86,11 +86,7 @@ def add_head(model: Any, head: Head) -> Any:
     Raises ModelError if it cannot have `head`.
     """
     if head == "embedding":
-        # Its output is a function of one token alone, and no part of any embedding.
-        has_pooler = "add_pooling_layer" in inspect.signature(type(model).__init__).parameters
-        if has_pooler:
-            model.pooler = None
-        return model
+        remove_pooler(model)
     if head == "score" and (score_parts(model) is None or is_bidirectional(model)):
         what = (
             f"{type(model).__name__} has no score of each token: its head reads the text as a whole"
@@ -105,6 +101,15 @@ def add_head(model: Any, head: Head) -> Any:
         weight = output_head.weight
         setattr(model, VALUE, ValueHead(weight.shape[1], weight.dtype, weight.device))
     return model
+
+
+def remove_pooler(model: Any) -> None:
+    """Remove the layer that transformers puts on the first token of an encoder, if it has one.
+
+    No embedding is made of its output. Files of masked language models lack it.
+    """
+    if "add_pooling_layer" in inspect.signature(type(model).__init__).parameters:
+        model.pooler = None
 
 
 def language_weights(

@@ -5,6 +5,7 @@ Encoders that read both ways (BERT, ModernBERT) are here; `test_parity` has a ca
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,11 @@ def pairs() -> list[Any]:
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("retrieval")
     model = tiny_model_dir(root / "model")
+    # Its tokenizer tells a query from a text, as BERT's does.
+    file = model / "tokenizer_config.json"
+    options = json.loads(file.read_text())
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    file.write_text(json.dumps({**options, "model_input_names": names}))
     texts = {}
     for name, rows in (("train", retrieval_rows(30)), ("eval", retrieval_rows(11, seed=1))):
         path = write_rows(root / f"{name}.jsonl", rows)

@@ -64,6 +64,7 @@ def test_sums_and_metrics(loss: str) -> None:
 
 def test_encoding_cuts_the_text_and_keeps_the_query() -> None:
     tokenizer = tiny_tokenizer()
+    tokenizer.model_input_names = ["input_ids", "token_type_ids"]
     values: dict[str, Any] = {"train": ["rows.jsonl"], "max_length": 12, "truncation": "right"}
     data = DataConfig.model_validate(values)
     long = "one two three four five six seven eight"
