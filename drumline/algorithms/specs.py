@@ -171,6 +171,13 @@ class RetrievalSpec(AlgorithmSpec):
     def forms(self) -> Forms:
         return RETRIEVAL_FORMS
 
+    def fitted_to(self, values: dict[str, Any]) -> AlgorithmSpec:
+        """Return this section with as many negatives as the first row has, if none were asked for."""
+        negatives = len(values.get("negative", ()))
+        if not negatives or "negatives" in self.model_fields_set:
+            return self
+        return self.model_copy(update={"negatives": negatives})
+
     def segment_names(self, segments: int) -> list[str]:
         negatives = [f"negative {number}" for number in range(1, segments - 1)]
         return ["query", "positive", *negatives][:segments]

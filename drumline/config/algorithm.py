@@ -194,6 +194,13 @@ class AlgorithmSpec(Spec):
         """
         raise NotImplementedError
 
+    def fitted_to(self, values: dict[str, Any]) -> AlgorithmSpec:
+        """Return this section with what `drumline init` reads from the first row of the data.
+
+        `values`: the row's columns under our names.
+        """
+        return self
+
     def segment_names(self, segments: int) -> list[str]:
         """Return the names of a row's segments, as `drumline preview` shows them; empty for none.
 

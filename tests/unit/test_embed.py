@@ -285,6 +285,15 @@ def test_encoding() -> None:
         RetrievalRowEncoder(tokenizer, data, 0, "", "").encode(row)
 
 
+def test_init_takes_as_many_negatives_as_the_first_row_has() -> None:
+    fitted = EmbedConfig().fitted_to({"query": "q", "negative": ["a", "b"]})
+    assert fitted == EmbedConfig(negatives=2)
+    asked = EmbedConfig(negatives=1)
+    assert asked.fitted_to({"negative": ["a", "b"]}) is asked
+    plain = EmbedConfig()
+    assert plain.fitted_to({"query": "q"}) is plain
+
+
 def test_equal_texts_have_one_number() -> None:
     first = text_id(np.array([5, 6], np.uint16))
     assert first == text_id(np.array([5, 6], np.int32))
