@@ -23,7 +23,7 @@ if __name__ == "__main__":
     parser.add_argument("--config", required=True)
     parser.add_argument(
         "--algorithm",
-        help="sft, pretrain, reward, dpo, ppo, grpo or classify; without it, the config's",
+        help="sft, pretrain, reward, dpo, ppo, grpo, classify, embed or rerank; without it, the config's",
     )
     parser.add_argument(
         "--use_torchrun",

@@ -149,6 +149,21 @@ def labelled_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
+def retrieval_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Queries of uneven length; what answers one has its words in another order. Of three rows one
+    has two negatives, one has one, and one has none."""
+    draw = random.Random(f"retrieval {seed}")
+    rows = []
+    for index in range(number):
+        words = draw.choices(WORDS, k=draw.randint(2, 8))
+        row = {"query": f"{' '.join(words)}?", "positive": " ".join(reversed(words))}
+        negatives = [" ".join(draw.choices(WORDS, k=6)) for _ in range(index % 3)]
+        if negatives:
+            row["negative"] = negatives
+        rows.append(row)
+    return rows
+
+
 def prompt_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
     """Prompts with a letter that `letters` pays for."""
     draw = random.Random(f"prompts {seed}")
@@ -166,6 +181,8 @@ def letters(prompt: str, completion: str, letter: str, **_: Any) -> float:
 ROWS = {
     **dict.fromkeys(("reward", "dpo", "orpo", "simpo"), pair_rows),
     **dict.fromkeys(("kto", "npo"), judged_rows),
+    "embed": retrieval_rows,
+    "rerank": retrieval_rows,
     "ppo": prompt_rows,
     "grpo": prompt_rows,
 }

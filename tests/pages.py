@@ -21,6 +21,7 @@ TASKS = (
     "dpo",
     "grpo",
     "vision_language",
+    "embedding_model",
     "own_loop",
     "plan_before_you_buy",
     "when_something_fails",

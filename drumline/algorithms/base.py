@@ -46,7 +46,7 @@ class Algorithm(Protocol):
     `objective` and `eval_objective` the batch then has
 
     - `first.numbers_NK`: these numbers of all N samples of the global batch, in the same order on any
-      number of ranks;
+      number of ranks, or what `combine_first` makes of them;
     - `places_P`: the row of each of the micro-batch's samples in `numbers_NK`.
     """
 
@@ -60,6 +60,14 @@ class Algorithm(Protocol):
         `score` returned for the reference on those rows.
         """
         return batch
+
+    def combine_first(self, numbers_NK: torch.Tensor, trains: bool) -> torch.Tensor:
+        """Return `first.numbers_NK` from the numbers of all samples: as they are, unless overridden.
+
+        It is called once a global batch, and once for an evaluation set. The result is fp64 with a
+        row for each sample. `trains`: whether the batch is trained on.
+        """
+        return numbers_NK
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
         """Return the loss of a training micro-batch.

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import Field
+
 from drumline.config.algorithm import AlgorithmSpec, ChunkedSpec, HeadOutput, RolloutSpec
-from drumline.config.data import JUDGED_FORMS, PAIR_FORMS, DataConfig, Forms
+from drumline.config.data import JUDGED_FORMS, PAIR_FORMS, RETRIEVAL_FORMS, DataConfig, Forms
 from drumline.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -60,12 +62,18 @@ class PairSpec(AlgorithmSpec):
     shares_prompts: ClassVar[bool] = True
     columns: ClassVar[str] = "`prompt`, `chosen` and `rejected`"
     metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
-    # The two answers are two rows of a batch.
-    rows_per_sample: ClassVar[int] = 2
+
+    @property
+    def rows_per_sample(self) -> int:
+        """The two answers are two rows of a batch."""
+        return 2
 
     @property
     def forms(self) -> Forms:
         return PAIR_FORMS
+
+    def segment_names(self, segments: int) -> list[str]:
+        return ["chosen", "rejected"][:segments]
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.encode import PairRowEncoder
@@ -144,6 +152,35 @@ class JudgedSpec(ChunkedSpec):
         from drumline.data.judged import placeholder_judged
 
         return placeholder_judged(rows, length)
+
+
+class RetrievalSpec(AlgorithmSpec):
+    """The base of algorithms that learn which texts answer a query."""
+
+    columns: ClassVar[str] = "`query`, `positive` and maybe `negative` (a text or a list)"
+    best_by: ClassVar[dict[str, str]] = {"metric": "ndcg@10", "mode": "max"}
+    writes: ClassVar[bool] = False
+    negatives: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="Negatives of a row that are learned from, the first ones; a row may have fewer.",
+    )
+
+    @property
+    def forms(self) -> Forms:
+        return RETRIEVAL_FORMS
+
+    def fitted_to(self, values: dict[str, Any]) -> AlgorithmSpec:
+        """Return this section with as many negatives as the first row has, if none were asked for."""
+        negatives = len(values.get("negative", ()))
+        if not negatives or "negatives" in self.model_fields_set:
+            return self
+        return self.model_copy(update={"negatives": negatives})
+
+    def segment_names(self, segments: int) -> list[str]:
+        negatives = [f"negative {number}" for number in range(1, segments - 1)]
+        return ["query", "positive", *negatives][:segments]
 
 
 class PromptSpec(RolloutSpec):

@@ -113,14 +113,15 @@ class AlgorithmSpec(Spec):
     # Whether all rows are joined to a stream of tokens, which is cut into packs of data.max_length.
     # A row may then continue in the next pack.
     cuts: ClassVar[bool] = False
-    # Number of sequences, each of up to data.max_length tokens, that make a sample.
-    rows_per_sample: ClassVar[int] = 1
     # Whether rows may have images beside text.
     sees_images: ClassVar[bool] = False
     # Whether a row is a prompt with its answer, which a generated answer can be compared with.
     has_answers: ClassVar[bool] = False
     # Whether the trained model can generate text. Otherwise it gives scores or classes.
     writes: ClassVar[bool] = True
+    # The library that loads an export, and what it does, as a model's card on the hub names both.
+    library: ClassVar[str] = "transformers"
+    task: ClassVar[str | None] = None
     # What the objective reads of the logits. Memory and communication of the head follow from it.
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"cross_entropy"})
     # The class or function, as module:name, that `build` calls with the spec.
@@ -135,6 +136,11 @@ class AlgorithmSpec(Spec):
     def head(self) -> Head:
         """The head of the trainable model."""
         return "lm"
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Number of sequences, each of up to data.max_length tokens, that make a sample."""
+        return 1
 
     @property
     def needs_mismatched_pairs(self) -> bool:
@@ -187,6 +193,20 @@ class AlgorithmSpec(Spec):
             ConfigError: A setting has no meaning for the algorithm.
         """
         raise NotImplementedError
+
+    def fitted_to(self, values: dict[str, Any]) -> AlgorithmSpec:
+        """Return this section with what `drumline init` reads from the first row of the data.
+
+        `values`: the row's columns under our names.
+        """
+        return self
+
+    def segment_names(self, segments: int) -> list[str]:
+        """Return the names of a row's segments, as `drumline preview` shows them; empty for none.
+
+        `segments`: how many the row has.
+        """
+        return [""] * segments
 
     def check_rows(self, train: Any) -> None:
         """Check that the algorithm can learn from the rows of a token cache.
@@ -257,6 +277,14 @@ class AlgorithmSpec(Spec):
         """
         return 0
 
+    def first_numbers(self, hidden: int) -> int:
+        """Return how many numbers of each sample are kept from the first pass until the step ends.
+
+        Every rank keeps those of the whole global batch. A few count as none. `hidden`: width of the
+        model's hidden states.
+        """
+        return 0
+
     @property
     def reference_forwards(self) -> int:
         """Number of forward passes of the reference over a batch in a step.
@@ -268,6 +296,13 @@ class AlgorithmSpec(Spec):
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
         """Return the models besides the policy by name: `reference`, `value`, `reward`, `reward2`…"""
+        return {}
+
+    def export_files(self, plan: Any, hidden: int) -> dict[str, Any]:
+        """Return JSON files that an export has beside the model, as path in its folder → content.
+
+        `hidden`: width of the model's hidden states.
+        """
         return {}
 
     def build_in(self, base_dir: Path) -> Any:

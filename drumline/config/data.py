@@ -28,6 +28,7 @@ TEXT_FORMS: Forms = (("messages",), ("prompt", "completion"), ("text",))
 PAIR_FORMS: Forms = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 # A row may also be a pair, which is split.
 JUDGED_FORMS: Forms = (("prompt", "completion", "label"),)
+RETRIEVAL_FORMS: Forms = (("query", "positive", "negative"), ("query", "positive"))
 PROMPT_FORMS: Forms = (("prompt",), ("messages",))
 KINDS_OF_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".xlsx", ".txt")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -66,6 +67,12 @@ class Columns(Section):
     label: str | None = Field(
         None,
         description="Column with the class: a name or a number; kto: whether the answer is good, true or false.",
+    )
+    query: str | None = Field(None, description="Column with the text that is searched for.")
+    positive: str | None = Field(None, description="Column with a text that answers the query.")
+    negative: str | None = Field(
+        None,
+        description="Column with a text, or a list of texts, that do not answer the query (hard negatives).",
     )
     image: str | None = Field(
         None, description="Column with the path of an image, relative to the data file."
@@ -136,6 +143,7 @@ class SourceSpec(Spec, Mixed):
         "answer",
         "transcript",
         "document",
+        "retrieval",
     ] = Field(
         "auto",
         description="Format of another tool's rows (see docs/reference/data.md); auto: found by their columns; own: none.",

@@ -16,8 +16,9 @@ TEMPLATES = ("chatml", "llama-3", "mistral", "gemma", "qwen", "phi", "zephyr", "
 # - valued: logits and a value per token
 # - score: a score per token
 # - text: classes of a text
+# - embedding: hidden states, of which a text's embedding is made
 # - image: classes of an image
-Head = Literal["lm", "valued", "score", "text", "image"]
+Head = Literal["lm", "valued", "score", "text", "embedding", "image"]
 # The largest multiple that the rows of an embedding can be set to.
 MOST_MULTIPLE = 10**6
 

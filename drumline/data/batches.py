@@ -49,8 +49,8 @@ class FirstPassNumbers:
 
     Attributes:
         numbers_NK: fp64, K statistics of each of the N samples of the global batch, in its order.
-            The algorithm defines them, such as (score, 1) for KTO. In an evaluation N is all
-            samples of the set.
+            The algorithm defines them, such as (score, 1) for KTO, and may combine them
+            (`Algorithm.combine_first`). In an evaluation N is all samples of the set.
     """
 
     numbers_NK: torch.Tensor
@@ -506,18 +506,15 @@ def placeholder_pairs(rows: int, length: int) -> PairBatch:
 
 
 @dataclass(frozen=True)
-class LabelledBatch(TokenBatch):
-    """A TokenBatch of texts with a class each, without targets.
+class WholeTextBatch(TokenBatch):
+    """A TokenBatch of texts that are read as a whole, without targets. A filler counts as one token.
 
     Attributes:
-        labels_B: int64, IGNORE for a filler, which counts as one token.
         attention_mask_BT: int64, for bidirectional models; None for others, which get positions.
             The first token of a filler is in the mask, since attention to no token is NaN.
         position_ids_BT: they count from the model's first position on, in padding too.
-        weight: rows with a class.
     """
 
-    labels_B: torch.Tensor
     attention_mask_BT: torch.Tensor | None
 
     weigh = staticmethod(Batch.weigh)
@@ -530,6 +527,37 @@ class LabelledBatch(TokenBatch):
         if self.attention_mask_BT is None:
             return super().inputs()
         return {"input_ids": self.input_ids_BT, "attention_mask": self.attention_mask_BT}
+
+
+def collate_whole_texts(
+    plan: Plan, rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | None
+) -> dict[str, Any]:
+    """Return the fields of a `WholeTextBatch` by name. Its weight is still that of targets, 0.
+
+    Arguments as those of `collate`.
+    """
+    fields: dict[str, Any] = vars(collate(rows, pad_id, width))
+    lengths_B = fields["lengths_B"].clamp(min=1)
+    # A text is one segment, so its positions are its columns.
+    columns_BT = fields["position_ids_BT"]
+    fields["attention_mask_BT"] = None
+    if plan.bidirectional:
+        fields["attention_mask_BT"] = (columns_BT < lengths_B[:, None]).long()
+    fields["lengths_B"] = lengths_B
+    fields["position_ids_BT"] = columns_BT + plan.first_position
+    return fields
+
+
+@dataclass(frozen=True)
+class LabelledBatch(WholeTextBatch):
+    """A batch of texts with a class each.
+
+    Attributes:
+        labels_B: int64, IGNORE for a filler.
+        weight: rows with a class.
+    """
+
+    labels_B: torch.Tensor
 
 
 def collate_labelled_texts(
@@ -552,18 +580,9 @@ def _labelled_batch(
     width: int | None,
 ) -> LabelledBatch:
     """Return the batch of texts whose classes have the numbers `labels`."""
-    fields: dict[str, Any] = vars(collate(rows, pad_id, width))
-    # A filler counts as one token, see `LabelledBatch`.
-    lengths_B = fields["lengths_B"].clamp(min=1)
-    # A text is one segment, so its positions are its columns.
-    columns_BT = fields["position_ids_BT"]
-    mask_BT = None
-    if plan.bidirectional:
-        mask_BT = (columns_BT < lengths_B[:, None]).long()
-    fields["lengths_B"] = lengths_B
-    fields["position_ids_BT"] = columns_BT + plan.first_position
+    fields = collate_whole_texts(plan, rows, pad_id, width)
     fields["weight"] = sum(label != IGNORE for label in labels)
-    return LabelledBatch(**fields, labels_B=torch.tensor(labels), attention_mask_BT=mask_BT)
+    return LabelledBatch(**fields, labels_B=torch.tensor(labels))
 
 
 def placeholder_labelled_texts(plan: Plan, rows: int, length: int) -> LabelledBatch:

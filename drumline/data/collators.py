@@ -12,6 +12,7 @@ from drumline.data.batches import collate, collate_labelled_texts, collate_pairs
 from drumline.data.cache import TokenCache
 from drumline.data.images import collate_labelled_images, collate_vision
 from drumline.data.judged import collate_judged, collate_mismatched
+from drumline.data.retrieval import collate_candidates, collate_retrieval
 from drumline.models.load import load_config
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import load_processor, side_of, vision_of
@@ -70,6 +71,32 @@ def judged_collator(
         lambda ids, predecessor_ids: collate_mismatched(
             cache, ids, predecessor_ids, pad, width, max_length
         )
+    )
+
+
+def retrieval_collator(plan: Plan, width: int | None, texts: int) -> CollatorFactory:
+    """Return the factory for queries with texts that do and do not answer them.
+
+    Args:
+        plan: the plan of the run.
+        width: tokens of every row; None: those of the longest row.
+        texts: rows of each sample.
+    """
+    pad = padding_id(plan)
+    return lambda cache: lambda ids: collate_retrieval(plan, cache, ids, pad, width, texts)
+
+
+def candidate_collator(plan: Plan, width: int | None, candidates: int) -> CollatorFactory:
+    """Return the factory for queries, each with a text in one row.
+
+    `width`: as of `retrieval_collator`. `candidates`: rows of each sample.
+    """
+    pad = padding_id(plan)
+    hf_config = load_config(plan.model_path, plan.config.model)
+    # BERT has two types of tokens, and RoBERTa only one.
+    has_types = (getattr(hf_config, "type_vocab_size", None) or 0) > 1
+    return lambda cache: (
+        lambda ids: collate_candidates(plan, cache, ids, pad, width, candidates, has_types)
     )
 
 

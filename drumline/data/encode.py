@@ -1,7 +1,7 @@
 """The encoders of the algorithms: from a row to the segments and the meta of a sample.
 
 There is one for texts, prompts of rollouts, preference pairs, judged answers, and texts and images
-with a class. `data.targets` tokenises what they put together.
+with a class. Those of queries are in `data.retrieval`. `data.targets` tokenises what they put together.
 
 The label of a class is its name, or its index in `algorithm.labels`. A sample keeps the name,
 because the order of the classes is only known once all rows are read.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -126,7 +126,7 @@ class PromptRowEncoder:
             )
         tokens = ids[-self.room :]
         return EncodedSample(
-            [_without_targets(tokens)], _prompt_meta(row, text), truncated=is_too_long
+            [without_targets(tokens)], _prompt_meta(row, text), truncated=is_too_long
         )
 
 
@@ -421,6 +421,39 @@ def _few(names: Sequence[str]) -> str:
     return text
 
 
+class WholeText(NamedTuple):
+    """The tokens of a text, none of them a target, and whether something was cut off."""
+
+    segment: TokenSegment
+    truncated: bool
+
+
+def encode_whole_text(tokenizer: Any, text: str, data: DataConfig, origin: str) -> WholeText | None:
+    """Return a text between the tokenizer's special tokens, cut to a length; None if it is dropped.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        text: the text.
+        data: the settings of `data`, which have the length and what is done with a longer text.
+        origin: the row's name in an error.
+
+    Raises DataError for a text without tokens, and for one that is too long under `error`.
+    """
+    tokens = tokenizer(text, verbose=False)["input_ids"]
+    if not tokens:
+        raise DataError("the text is empty", where=origin, fix="take the row out")
+    limit = data.max_length
+    # Only for `error` and `drop`. The text is cut by the tokenizer below, which keeps the special
+    # tokens of both ends.
+    if truncate(without_targets(tokens), limit, data.truncation, origin) is None:
+        return None
+    is_cut = len(tokens) > limit
+    if is_cut:
+        tokenizer.truncation_side = data.truncation
+        tokens = tokenizer(text, truncation=True, max_length=limit)["input_ids"]
+    return WholeText(without_targets(tokens), is_cut)
+
+
 class LabelledTextEncoder:
     """Encodes texts with a class.
 
@@ -435,22 +468,11 @@ class LabelledTextEncoder:
     def encode(self, row: Row) -> EncodedSample | None:
         """Return a text with its class as one segment, see `RowEncoder.encode`."""
         label = label_of(row, self.labels)
-        text = row.values["text"]
-        tokens = self.tokenizer(text, verbose=False)["input_ids"]
-        if not tokens:
-            raise DataError("the text is empty", where=row.origin, fix="take the row out")
-        limit = self.data.max_length
-        truncation = self.data.truncation
-        # Only for `error` and `drop`. The text is cut by the tokenizer below, which keeps the
-        # special tokens of both ends.
-        if truncate(_without_targets(tokens), limit, truncation, row.origin) is None:
+        text = encode_whole_text(self.tokenizer, row.values["text"], self.data, row.origin)
+        if text is None:
             return None
-        is_cut = len(tokens) > limit
-        if is_cut:
-            self.tokenizer.truncation_side = truncation
-            tokens = self.tokenizer(text, truncation=True, max_length=limit)["input_ids"]
         meta = {"label": label, "origin": row.origin}
-        return EncodedSample([_without_targets(tokens)], meta, is_cut)
+        return EncodedSample([text.segment], meta, text.truncated)
 
 
 class LabelledImageEncoder:
@@ -472,9 +494,9 @@ class LabelledImageEncoder:
         read_image(path, row.origin)
         label = label_of(row, self.labels)
         meta = {"label": label, "origin": row.origin, "path": path}
-        return EncodedSample([_without_targets([0])], meta)
+        return EncodedSample([without_targets([0])], meta)
 
 
-def _without_targets(tokens: list[int]) -> TokenSegment:
+def without_targets(tokens: list[int]) -> TokenSegment:
     """Return tokens of which none is a target."""
     return TokenSegment(np.asarray(tokens, np.int32), np.zeros(len(tokens), np.uint8))

@@ -14,6 +14,8 @@
     answer      a prompt and its answer under other names
     transcript  texts with `Human:` and `Assistant:` turns: chosen and rejected, or the prompt
     document    a text under another name
+    retrieval   a query, a text that answers it, and texts that do not, under other names or in
+                numbered columns
 
 A null or empty column counts as absent, but an empty answer stays an answer if no other column
 holds one. Columns that a format does not use stay with the row, for reward functions.
@@ -29,10 +31,17 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from drumline.config.data import JUDGED_FORMS, PAIR_FORMS, TEXT_FORMS, Forms
+from drumline.config.data import (
+    JUDGED_FORMS,
+    PAIR_FORMS,
+    RETRIEVAL_FORMS,
+    TEXT_FORMS,
+    Forms,
+)
 from drumline.data.questions import (
     PresentColumns,
     build_question,
@@ -56,8 +65,9 @@ from drumline.data.two_answers import read_two_answers
 from drumline.errors import DataError
 
 # What an algorithm takes: preference pairs, answers that are labelled good or bad, texts or images
-# with a class, texts (conversations, completions and documents), or prompts of rollouts.
-RowKind = Literal["pair", "judged", "classification", "text", "prompt"]
+# with a class, texts (conversations, completions and documents), prompts of rollouts, or queries
+# with texts that do and do not answer them.
+RowKind = Literal["pair", "judged", "classification", "text", "prompt", "retrieval"]
 
 
 class Reading(NamedTuple):
@@ -114,6 +124,12 @@ REPLIES = (
 # The last names are also used beside answers. They are answers only if no other column is one.
 ANSWERS = (*REPLIES, "summary", "highlights", "code")
 TEXTS = ("content", "document", "article", "passage", "sentence", "review", "code")
+# Names of a query, of a text that answers it, and of one or several that do not.
+QUERIES = ("query", "anchor", "question", "title")
+POSITIVES = ("positive", "pos", "positives", "positive_passages", "answer", "passage", "document")
+NEGATIVES = ("negative", "neg", "negatives", "negative_passages", "hard_negatives")
+# Columns of several negatives: negative_1, negative_2 and so on.
+NUMBERED_NEGATIVE = re.compile(r"negative_?(\d{1,4})")
 CONVERSATION_COLUMNS = (
     "conversations",
     "conversation",
@@ -192,12 +208,14 @@ TYPICAL_COLUMNS: dict[RowKind, dict[str, tuple[str, ...]]] = {
     },
     "prompt": {"alpaca": ("instruction",), "sharegpt": ("conversations",), "answer": ("question",)},
     "classification": {"document": ("content", "label")},
+    "retrieval": {"retrieval": ("anchor", "positive", "negative")},
 }
 # Forms → the algorithms that take them, which an error recommends for rows of other forms.
 ALGORITHMS_OF_FORMS = (
     (JUDGED_FORMS, "kto"),
     (TEXT_FORMS, "sft"),
     (PAIR_FORMS, "dpo, orpo, simpo or reward"),
+    (RETRIEVAL_FORMS, "embed or rerank"),
 )
 # A name counts as a misspelling of another if their ratio by `difflib` is at least this.
 LEAST_SIMILARITY = 0.75
@@ -329,6 +347,9 @@ def _convert_by_format(
         origin: the row's name in an error.
     """
     kind = _row_kind(accepted_forms)
+    if kind == "retrieval" and name not in TYPICAL_COLUMNS[kind]:
+        # The others would make prompts and answers of it.
+        return None
     read = FORMATS[name]
     reading = read(present, kind, origin)
     if reading is None:
@@ -547,6 +568,8 @@ def _row_kind(accepted_forms: Forms) -> RowKind:
     See `RowKind`.
     """
     parts = set[str]().union(*accepted_forms)
+    if "positive" in parts:
+        return "retrieval"
     if "chosen" in parts:
         return "pair"
     if "label" in parts and "completion" in parts:
@@ -990,6 +1013,61 @@ def _read_document(present: PresentColumns, kind: RowKind, origin: str) -> Readi
     return Reading(columns, {name})
 
 
+def _read_retrieval(present: PresentColumns, kind: RowKind, origin: str) -> Reading | None:
+    """Read a query, a text that answers it, and the texts that do not.
+
+    Of several texts that answer it the first is read.
+    """
+    query = find_column(present, QUERIES)
+    positive = find_column(present, POSITIVES, str | list | Mapping)
+    if kind != "retrieval" or query is None or positive is None:
+        return None
+    positives = _passages(present[positive])
+    columns: dict[str, Any] = {"query": present[query], "positive": positives[0]}
+    used = {query, positive}
+    negatives = []
+    for name in _negative_columns(present):
+        negatives += _passages(present[name])
+        used.add(name)
+    if negatives:
+        columns["negative"] = negatives
+    has_our_names = used == columns.keys()
+    if has_our_names and isinstance(present[positive], str):
+        # The row needs no change.
+        return None
+    return Reading(columns, used)
+
+
+def _negative_columns(present: PresentColumns) -> list[str]:
+    """Return the columns of texts that do not answer a query, numbered ones by their numbers."""
+    name = find_column(present, NEGATIVES, str | list | Mapping)
+    if name is not None:
+        return [name]
+    numbered = {}
+    for column in present:
+        match = NUMBERED_NEGATIVE.fullmatch(str(column))
+        if match is not None:
+            numbered[int(match[1])] = column
+    return [numbered[number] for number in sorted(numbered)]
+
+
+def _passages(value: Any) -> list[Any]:
+    """Return the texts of a column that has one text, or a list of them.
+
+    A passage of Tevatron is {title, text}. What is no text is left for the check of the row.
+    """
+    if not isinstance(value, list):
+        value = [value]
+    passages = []
+    for passage in value:
+        if isinstance(passage, Mapping) and isinstance(passage.get("text"), str):
+            parts = [passage.get("title"), passage["text"]]
+            passages.append("\n".join(part for part in parts if part))
+        else:
+            passages.append(passage)
+    return passages
+
+
 # Format → its reader, which takes (the row's columns that hold something, kind of rows, origin).
 # They are tried in this order.
 FORMATS: dict[str, Callable[[PresentColumns, RowKind, str], Reading | None]] = {
@@ -1001,4 +1079,5 @@ FORMATS: dict[str, Callable[[PresentColumns, RowKind, str], Reading | None]] = {
     "answer": _read_answer,
     "transcript": _read_transcript,
     "document": _read_document,
+    "retrieval": _read_retrieval,
 }

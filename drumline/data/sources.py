@@ -11,6 +11,8 @@ A row has one of the forms that the algorithm takes (`AlgorithmSpec.forms`), its
     prompt, completion, label   an answer that is good or bad; a pair is read as two such rows
     text, label                 a text and its class
     image, label                the path of an image and its class
+    query, positive, negative   a text that is searched for, one that answers it, and (a list of)
+                                those that do not, which may be missing
 
 These column sets are the forms of rows. A form is not a format: that is the layout of another tool,
 which `data.formats` converts to a form. The form is that which `columns` maps; without a mapping,
@@ -548,18 +550,12 @@ def _convert_field(
     Raises DataError for a value of another type.
     """
     if field_name == "label":
-        if isinstance(value, float) and value.is_integer():
-            # A table in which another row has no label holds whole numbers as floats.
-            return int(value)
-        if not isinstance(value, str | int):
-            found = _describe_type(value)
-            what = f"row {row_number}: column {name!r} is {found}, not a label"
-            fix = "give each row one: true or false for an answer, the name or number of a class"
-            raise DataError(what, where=origin, fix=fix)
-        return value
+        return _read_label(value, name, origin, row_number)
     if field_name == "image" and value is not None and not isinstance(value, str):
         # The bytes of an image, or a picture: `image_files.resolve_image_path` reads them.
         return value
+    if field_name == "negative":
+        return _read_texts(value, name, origin, row_number)
     if isinstance(value, str) and field_name != "messages":
         _require_encodable(value, name, origin, row_number)
         return value
@@ -568,7 +564,7 @@ def _convert_field(
     if takes_text_or_messages and is_message:
         # One message in place of a list.
         value = [value]
-    if field_name in ("text", "image") or not isinstance(value, list) or not value:
+    if field_name in PLAIN_FIELDS or not isinstance(value, list) or not value:
         found = _describe_type(value)
         wanted = WANTED_TYPES.get(field_name, "text or a list of messages")
         raise DataError(f"row {row_number}: column {name!r} is {found}, not {wanted}", where=origin)
@@ -582,8 +578,47 @@ def _convert_field(
     return messages
 
 
+def _read_label(value: Any, name: str, origin: str, row_number: int) -> str | int:
+    """Return a label: true or false, or the name or number of a class. Raises DataError."""
+    if isinstance(value, float) and value.is_integer():
+        # A table in which another row has no label holds whole numbers as floats.
+        return int(value)
+    if not isinstance(value, str | int):
+        found = _describe_type(value)
+        what = f"row {row_number}: column {name!r} is {found}, not a label"
+        fix = "give each row one: true or false for an answer, the name or number of a class"
+        raise DataError(what, where=origin, fix=fix)
+    return value
+
+
+# Fields that take no messages.
+PLAIN_FIELDS = {"text", "image", "query", "positive"}
 # Field → the type that it takes, as an error names it.
-WANTED_TYPES = {"text": "text", "image": "a path", "messages": "a list of messages"}
+WANTED_TYPES = {
+    "text": "text",
+    "image": "a path",
+    "query": "text",
+    "positive": "text",
+    "messages": "a list of messages",
+}
+
+
+def _read_texts(value: Any, name: str, origin: str, row_number: int) -> list[str]:
+    """Return the texts of a column that has one text, or a list of them. Raises DataError."""
+    texts = value
+    if isinstance(value, str):
+        texts = [value]
+    if not isinstance(texts, list):
+        found = _describe_type(value)
+        what = f"row {row_number}: column {name!r} is {found}, neither text nor a list of texts"
+        raise DataError(what, where=origin)
+    for text in texts:
+        if not isinstance(text, str):
+            found = _describe_type(text)
+            what = f"row {row_number}: column {name!r} has {found} among its texts"
+            raise DataError(what, where=origin)
+        _require_encodable(text, name, origin, row_number)
+    return texts
 
 
 def _describe_type(value: Any) -> str:

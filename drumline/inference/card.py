@@ -106,14 +106,17 @@ def _head(
     tags = ["drumline", config.algorithm.kind]
     if config.adapter.kind == "lora":
         tags.append("lora")
-    library = "transformers"
+    library = config.algorithm.library
     relation = "finetune"
     if adapter:
         library = "peft"
         relation = "adapter"
     head: dict[str, Any] = {**license_keys, "library_name": library}
+    task = config.algorithm.task
     if config.algorithm.writes:
-        head["pipeline_tag"] = "text-generation"
+        task = "text-generation"
+    if task is not None:
+        head["pipeline_tag"] = task
     head["tags"] = tags
     hub_datasets = set()
     for source in config.data.train:

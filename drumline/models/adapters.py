@@ -37,7 +37,7 @@ from drumline.dist.seeds import derive, use_seed
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import require_package
 from drumline.models.blocks import blocks, embedding_and_head, find_base_layer, is_head_tied
-from drumline.models.classes import reads_images
+from drumline.models.classes import ends_in_hidden_states, reads_images
 from drumline.models.packed import PackedLinear
 from drumline.models.scores import extra_heads
 from drumline.plan.facts import has_ending
@@ -782,6 +782,8 @@ def _name_whole_modules(model: Any, options: Any, whole: set[str]) -> None:
     if extra_heads(model):
         # PEFT's name for models with heads that no language model has.
         options.task_type = "SEQ_CLS"
+    elif ends_in_hidden_states(model):
+        options.task_type = "FEATURE_EXTRACTION"
     options.modules_to_save = sorted({name.rpartition(".")[0] for name in whole})
     named = list(model.named_parameters(remove_duplicate=False))
     names_per_parameter = Counter(id(parameter) for _, parameter in named)

@@ -15,7 +15,7 @@ from drumline.errors import ModelError
 from drumline.models.classes import LM, auto_class, set_classes
 from drumline.models.files import call_loader, hub_options, silence_transformers
 from drumline.models.load import build_without_memory, load_grown
-from drumline.models.scores import add_head, extra_heads
+from drumline.models.scores import add_head, extra_heads, remove_pooler
 from drumline.models.shards import (
     DrawnWeights,
     NeedsFullModel,
@@ -232,19 +232,27 @@ def _read_whole_model(
     if not head.may_be_drawn:
         _require_heads(heads & lacking, path)
     missing = lacking - heads
+    if head.kind == "embedding":
+        remove_pooler(built)
+        missing &= built.state_dict().keys()
     if missing:
-        what = f"has no weights for {min(missing)}"
-        if len(missing) > 1:
-            what += f" and {len(missing) - 1} more"
-        fix = "name a whole model"
-        if model.config:
-            fix = (
-                "model.config asks for a larger model than this:"
-                " take it back, or set model.init: random"
-            )
-        raise ModelError(what, where=path, fix=fix)
+        raise _missing_error(missing, path, model)
     _match_layout(built, build_without_memory(config, head.kind, path, model, **options), path)
     return built
+
+
+def _missing_error(missing: set[str], path: str, model: ModelConfig) -> ModelError:
+    """Return the error for files that lack weights of a model. `missing`: their names."""
+    what = f"has no weights for {min(missing)}"
+    if len(missing) > 1:
+        what += f" and {len(missing) - 1} more"
+    fix = "name a whole model"
+    if model.config:
+        fix = (
+            "model.config asks for a larger model than this:"
+            " take it back, or set model.init: random"
+        )
+    return ModelError(what, where=path, fix=fix)
 
 
 def _match_layout(built: Any, laid_out: Any, where: str) -> None:

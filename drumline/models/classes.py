@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from drumline.config.model import Head
 from drumline.errors import ModelError
 
+# Keys of dropout probabilities.
+DROPOUT_KEYS = re.compile(
+    r"(.*_)?dropout(_prob|_rate)?|(attn|embd|resid|summary_first)_(pdrop|dropout)"
+)
 CLASSES = "single_label_classification"
 # Head → (Auto class, name of such models). A new head also needs its layer in `scores.add_head`.
 AUTO: dict[Head, tuple[str, str]] = {
@@ -18,6 +23,8 @@ AUTO: dict[Head, tuple[str, str]] = {
     "score": ("AutoModelForSequenceClassification", "classifier of texts"),
     # Logits of the classes of a text, or of an image.
     "text": ("AutoModelForSequenceClassification", "classifier of texts"),
+    # Nothing: hidden states are the output.
+    "embedding": ("AutoModel", "encoder of texts"),
     "image": ("AutoModelForImageClassification", "classifier of images"),
 }
 # Heads of language models, with or without a value beside the logits.
@@ -61,17 +68,29 @@ def set_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
     """Set the number and names of the head's logits in a config, and return it.
 
     A score is one logit without a name. `labels`: the classes; empty: as many as the config has.
+    With the head `embedding` there are no logits, and dropout is switched off: each text is embedded
+    twice, and the gradient of the loss is that of the first embedding.
     """
     # By this key of transformers `ends_in_classes` recognises a built model.
     config.problem_type = None
     if head in ("text", "image"):
         config.problem_type = CLASSES
+    if head == "embedding":
+        for part in (config, config.get_text_config()):
+            _switch_off_dropout(part)
     if head == "score":
         config.num_labels = 1
     elif head not in LM and labels:
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: index for index, label in enumerate(labels)}
     return config
+
+
+def _switch_off_dropout(config: Any) -> None:
+    """Set each probability of dropout in a config to 0."""
+    for key, value in config.to_dict().items():
+        if DROPOUT_KEYS.fullmatch(key) and isinstance(value, int | float):
+            setattr(config, key, 0.0)
 
 
 def order_classes(config: Any, labels: tuple[str, ...]) -> tuple[str, ...]:
@@ -117,6 +136,13 @@ def _class_names(config: Any) -> tuple[str, ...]:
 def ends_in_classes(model: Any) -> bool:
     """Return whether a model is a classifier of texts or images (see `set_classes`)."""
     return getattr(model.config, "problem_type", None) == CLASSES
+
+
+def ends_in_hidden_states(model: Any) -> bool:
+    """Return whether a model of transformers is a trunk alone, whose output is hidden states."""
+    # transformers' name of a model's trunk, which a trunk itself lacks.
+    is_trunk: bool = model.base_model is model
+    return is_trunk and model.get_output_embeddings() is None
 
 
 def reads_images(model: Any) -> bool:

@@ -124,6 +124,7 @@ def export(
             adapters.save_adapter(model, temporary, _portable_name(source, base), source.revision)
         else:
             model.save_pretrained(temporary)
+        _save_files_of_algorithm(plan, model, temporary)
         if value:
             save_file(value, temporary / VALUE_FILE)
         origin: dict[str, Any] = {
@@ -415,6 +416,17 @@ def _save_tokenizer_or_processor(plan: Plan, model: ModelConfig, module: Any, fo
             shutil.copyfile(file, folder / name)
 
 
+def _save_files_of_algorithm(plan: Plan, model: Any, folder: Path) -> None:
+    """Save the JSON files that the algorithm adds to an export."""
+    if plan.config.images_alone:
+        return
+    hidden = model.config.get_text_config().hidden_size
+    for name, content in plan.config.algorithm.export_files(plan, hidden).items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
 def _add_ends(generation_config: Any, ids: set[int]) -> None:
     """Make a generation config end texts at these token ids, too. None stays None."""
     if generation_config is None:
@@ -578,11 +590,15 @@ def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -
 def _logits(model: Any, plan: Plan) -> Any:
     """Return the logits of a few tokens, float[1, T, V]; of a classifier float[1, C].
 
-    A vision-language model also gets an image.
+    Of a model without a head these are its hidden states, float[1, T, D]. A vision-language model
+    also gets an image.
     """
     inputs = _trial_inputs(model, plan)
     with torch.no_grad():
-        return model.eval()(**inputs).logits
+        outputs = model.eval()(**inputs)
+    if plan.config.head == "embedding":
+        return outputs.last_hidden_state
+    return outputs.logits
 
 
 def _trial_inputs(model: Any, plan: Plan) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from drumline.config.model import ModelConfig
 from drumline.errors import DrumlineError, EnvironmentFault, ModelError
 from drumline.foreign import PICKLE, expanded, first_line, read_object
 from drumline.hardware.detect import cache_dir
-from drumline.models.classes import AUTO
+from drumline.models.classes import AUTO, DROPOUT_KEYS
 from drumline.system import mirror
 from drumline.system.files import digest, rename_unless_there, temporary_folder
 
@@ -49,10 +49,6 @@ PART_COUNT_KEYS = re.compile(
 # More than any model has: Doge of transformers has 16,384 experts, and ImageNet-21k has 21,843
 # labels.
 MOST_PARTS = 2**15
-# Keys of dropout probabilities.
-DROPOUT_KEYS = re.compile(
-    r"(.*_)?dropout(_prob|_rate)?|(attn|embd|resid|summary_first)_(pdrop|dropout)"
-)
 # Words of transformers' errors about an implementation of attention. The word attention alone is in
 # names of other keys, such as num_attention_heads.
 ATTENTION_WORDS = ("attn_implementation", "attention implementation", "flash", "flex_attention")

@@ -22,7 +22,12 @@ from drumline.dist.mesh import first_row
 from drumline.errors import ModelError
 from drumline.models import kernels
 from drumline.models.attention import model_inputs
-from drumline.models.classes import bidirectional_error, ends_in_classes, reads_images
+from drumline.models.classes import (
+    bidirectional_error,
+    ends_in_classes,
+    ends_in_hidden_states,
+    reads_images,
+)
 from drumline.models.losses import (
     LinearHead,
     LogProbs,
@@ -171,6 +176,16 @@ class Outputs:
                 bias = score.bias.to(precise)
             values_BT1 = functional.linear(hidden_BTD.to(precise), weight, bias)
         return self._whole(values_BT1.squeeze(-1))
+
+    def pooled(self, weights_BT: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of each row's hidden states, fp32[B, D].
+
+        It is whole on every rank that shares the samples. `weights_BT`: fp32, without gradient.
+        """
+        assert self.hidden_BTD is not None, "the model has no hidden states"
+        weights_of_part = self._cut(weights_BT)
+        weighted_BTD = self.hidden_BTD.float() * weights_of_part[:, :, None]
+        return self._total(weighted_BTD.sum(1))
 
     def _hidden_and_head(self) -> tuple[torch.Tensor, LinearHead]:
         """Return the hidden states, [N, D], and the head: the first arguments of losses over a head."""
@@ -372,11 +387,13 @@ def compute_outputs(
     """
     if ends_in_classes(model):
         return Outputs(logits_BC=class_logits(model, batch, sequence))
+    if ends_in_hidden_states(model):
+        return _hidden_outputs(model, batch, sequence)
     score = score_head(model)
     parts = parts or score_parts(model)
     shared = None
-    if parts and sequence is None and getattr(model, "_drumline_shares", False):
-        shared = getattr(batch, "shared", None)
+    if parts and sequence is None:
+        shared = _shared_prompts(model, batch)
     inputs_of_head: list[torch.Tensor] = []
     with contextlib.ExitStack() as contexts:
         if parts is None and score is not None:
@@ -398,9 +415,8 @@ def compute_outputs(
         targets=_known_targets(batch, sequence),
     )
     if parts is None:
-        input_of_head = None
-        if inputs_of_head:
-            input_of_head = inputs_of_head[0]
+        # There is one if the model has a score, else none.
+        input_of_head = next(iter(inputs_of_head), None)
         return replace(known, logits_BTV=result.logits, hidden_BTD=input_of_head)
     hidden_BTD = result.last_hidden_state
     if shared:
@@ -411,6 +427,20 @@ def compute_outputs(
     if head is score:
         return replace(known, hidden_BTD=hidden_BTD)
     return _add_head(known, head, hidden_BTD)
+
+
+def _shared_prompts(model: Any, batch: Any) -> Any:
+    """Return the batch's rows with each prompt once; None if they have none, or the model cannot."""
+    if not getattr(model, "_drumline_shares", False):
+        return None
+    return getattr(batch, "shared", None)
+
+
+def _hidden_outputs(model: Any, batch: Any, sequence: SequencePart | None) -> Outputs:
+    """Return the outputs of a trunk without a head."""
+    with model_inputs(model, batch, sequence) as inputs:
+        hidden_BTD = model(**inputs).last_hidden_state
+    return Outputs(hidden_BTD=hidden_BTD, sequence=sequence)
 
 
 def _record_inputs(

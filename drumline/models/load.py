@@ -324,9 +324,10 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         head_dim = max(head_dim, int(size or hidden // heads))
     width = heads * head_dim
     positions = getattr(text_config, "max_position_embeddings", None)
-    is_bidirectional_classifier = head == "text" and is_bidirectional(model)
+    # Other models are causal, and need no mask.
+    sees_later_tokens = head in ("text", "embedding") and is_bidirectional(model)
     position_of_first: int | None = 0
-    if is_bidirectional_classifier:
+    if sees_later_tokens:
         position_of_first = first_position(model)
     has_tower = head in LM and is_vision_language(config)
     flops_per_image_token = 0.0
@@ -358,7 +359,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         embedding_parameters=outside_blocks - count_entries(only_in_head),
         head_parameters=count_entries(head_parameters),
         attention_flops=float(attention_flops),
-        bidirectional=is_bidirectional_classifier,
+        bidirectional=sees_later_tokens,
         first_position=position_of_first,
         vision_language=has_tower,
         trains_router=head in LM and trains_router(model),

@@ -21,7 +21,7 @@ from drumline.config.model import Head
 from drumline.dist.seeds import use_seed
 from drumline.errors import ModelError
 from drumline.models.attention import model_inputs
-from drumline.models.classes import reads_images
+from drumline.models.classes import ends_in_hidden_states, reads_images
 from drumline.models.sequence import SequencePart
 from drumline.models.small import is_close, try_small
 
@@ -30,6 +30,8 @@ VALUE = "value_head"
 TRIED_SIDE = 64
 # Added to a trial's token ids, since low ids often have special meanings.
 FIRST_PLAIN_ID = 16
+# Tokens of padding in a trial.
+PADDED = 3
 
 
 class ValueHead(nn.Linear):
@@ -79,8 +81,12 @@ def score_head(model: Any) -> nn.Linear | None:
 def add_head(model: Any, head: Head) -> Any:
     """Return a fresh model with a value head added, if `head` is one that transformers lacks.
 
+    A trunk for embeddings loses the layer that transformers puts on the first token.
+
     Raises ModelError if it cannot have `head`.
     """
+    if head == "embedding":
+        remove_pooler(model)
     if head == "score" and (score_parts(model) is None or is_bidirectional(model)):
         what = (
             f"{type(model).__name__} has no score of each token: its head reads the text as a whole"
@@ -95,6 +101,15 @@ def add_head(model: Any, head: Head) -> Any:
         weight = output_head.weight
         setattr(model, VALUE, ValueHead(weight.shape[1], weight.dtype, weight.device))
     return model
+
+
+def remove_pooler(model: Any) -> None:
+    """Remove the layer that transformers puts on the first token of an encoder, if it has one.
+
+    No embedding is made of its output. Files of masked language models lack it.
+    """
+    if "add_pooling_layer" in inspect.signature(type(model).__init__).parameters:
+        model.pooler = None
 
 
 def language_weights(
@@ -114,6 +129,8 @@ def extra_heads(model: Any) -> frozenset[str]:
 
     Files may lack them, and beside an adapter they are fully trainable.
     """
+    if ends_in_hidden_states(model):
+        return frozenset()
     names = list(model.state_dict())
     if model.get_output_embeddings() is not None:
         return frozenset(name for name in names if name.startswith(f"{VALUE}."))
@@ -203,20 +220,25 @@ def grey_image(config: Any, device: Any, side: int | None = None) -> torch.Tenso
 
 
 def is_bidirectional(model: Any) -> bool:
-    """Return whether a text classifier attends to later tokens.
+    """Return whether a text classifier, or a trunk for embeddings, attends to later tokens.
 
     Then its batches need an attention mask. `model` may be on the meta device: a small copy is
-    tried. Raises ModelError for a bidirectional model that ignores the mask, and for any other
-    model whose head does not read the last token.
+    tried. Raises ModelError for a bidirectional model that ignores the mask, and for a classifier
+    that is not, and whose head does not read the last token.
     """
-    sees_later_tokens, works = try_small(model, "cpu", _try_classifier)
+    trial = _try_classifier
+    purpose = "a classifier"
+    if ends_in_hidden_states(model):
+        trial = _try_trunk
+        purpose = "an encoder of texts"
+    sees_later_tokens, works = try_small(model, "cpu", trial)
     if works:
         return sees_later_tokens
     if sees_later_tokens:
         reason = "its padding is seen through the attention mask"
     else:
         reason = "its class is not a linear layer on the last token"
-    what = f"{type(model).__name__} cannot be trained as a classifier here: {reason}"
+    what = f"{type(model).__name__} cannot be trained as {purpose} here: {reason}"
     raise ModelError(what, where="model", fix="name another model")
 
 
@@ -227,17 +249,10 @@ def _try_classifier(small: Any, ids_BT: torch.Tensor) -> tuple[bool, bool]:
     model attends to later tokens.
     """
     plain_ids_BT = _plain_ids(small, ids_BT)
-    changed_BT = plain_ids_BT.clone()
-    changed_BT[:, -1] = plain_ids_BT[:, 0]
-    first = small.base_model(input_ids=plain_ids_BT)[0][:, 0]
-    first_of_changed = small.base_model(input_ids=changed_BT)[0][:, 0]
     ones_BT = torch.ones_like(plain_ids_BT)
     logits = small(input_ids=plain_ids_BT, attention_mask=ones_BT).logits
-    if not is_close(first, first_of_changed):
-        padding_id = small.config.get_text_config().pad_token_id or 0
-        padded_BT = torch.nn.functional.pad(plain_ids_BT, (0, 3), value=padding_id)
-        mask_BT = torch.nn.functional.pad(ones_BT, (0, 3))
-        logits_of_padded = small(input_ids=padded_BT, attention_mask=mask_BT).logits
+    if _first_sees_last(small, plain_ids_BT):
+        logits_of_padded = small(**_padded(small, plain_ids_BT)).logits
         return True, is_close(logits_of_padded, logits)
     parts = last_token_head(small)
     if parts is None:
@@ -246,6 +261,39 @@ def _try_classifier(small: Any, ids_BT: torch.Tensor) -> tuple[bool, bool]:
     last_hidden = trunk(input_ids=plain_ids_BT).last_hidden_state[:, -1]
     logits_of_last = head(last_hidden)
     return False, is_close(logits_of_last, logits)
+
+
+def _try_trunk(small: Any, ids_BT: torch.Tensor) -> tuple[bool, bool]:
+    """Return whether a small trunk attends to later tokens, and whether its mask hides padding.
+
+    `ids_BT`: one row of tokens.
+    """
+    plain_ids_BT = _plain_ids(small, ids_BT)
+    if not _first_sees_last(small, plain_ids_BT):
+        return False, True
+    ones_BT = torch.ones_like(plain_ids_BT)
+    hidden_BTD = small(input_ids=plain_ids_BT, attention_mask=ones_BT)[0]
+    hidden_of_padded = small(**_padded(small, plain_ids_BT))[0]
+    return True, is_close(hidden_of_padded[:, : plain_ids_BT.shape[1]], hidden_BTD)
+
+
+def _first_sees_last(small: Any, ids_BT: torch.Tensor) -> bool:
+    """Return whether another last token changes the hidden state of the first one."""
+    changed_BT = ids_BT.clone()
+    changed_BT[:, -1] = ids_BT[:, 0]
+    first = small.base_model(input_ids=ids_BT)[0][:, 0]
+    first_of_changed = small.base_model(input_ids=changed_BT)[0][:, 0]
+    return not is_close(first, first_of_changed)
+
+
+def _padded(small: Any, ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the arguments of a small model for tokens with padding behind them, and a mask."""
+    padding_id = small.config.get_text_config().pad_token_id or 0
+    pad = torch.nn.functional.pad
+    return {
+        "input_ids": pad(ids_BT, (0, PADDED), value=padding_id),
+        "attention_mask": pad(torch.ones_like(ids_BT), (0, PADDED)),
+    }
 
 
 def _plain_ids(small: Any, ids_BT: torch.Tensor) -> torch.Tensor:
@@ -264,18 +312,19 @@ def first_position(model: Any) -> int | None:
 
 
 def _try_first_position(small: Any, ids_BT: torch.Tensor) -> int | None:
-    """Return the first position id with which a small model gives the logits of no positions."""
+    """Return the first position id with which a small model gives the output of no positions."""
     plain_ids_BT = _plain_ids(small, ids_BT)
     if "position_ids" not in inspect.signature(small.forward).parameters:
         return None
     ones_BT = torch.ones_like(plain_ids_BT)
-    without_positions = small(input_ids=plain_ids_BT, attention_mask=ones_BT).logits
+    # The first item is the logits, or the hidden states of a trunk.
+    without_positions = small(input_ids=plain_ids_BT, attention_mask=ones_BT)[0]
     padding_id = small.config.get_text_config().pad_token_id or 0
     for first in (0, padding_id + 1):
         positions_BT = torch.arange(first, first + plain_ids_BT.shape[1])[None]
         with_positions = small(
             input_ids=plain_ids_BT, attention_mask=ones_BT, position_ids=positions_BT
-        ).logits
+        )[0]
         if is_close(with_positions, without_positions):
             return first
     return None

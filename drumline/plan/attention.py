@@ -100,7 +100,7 @@ def _reason_for_mask(layout: Layout) -> str:
 
 def _reason_for_documents(layout: Layout, has_own_scores: bool) -> str:
     """Return why sdpa is called for each document; empty if one kernel can take a whole batch."""
-    if not layout.config.packs and layout.config.head != "text":
+    if not layout.config.packs and layout.config.head not in ("text", "embedding"):
         return "each row is one document, and causal attention needs no mask for padding after it"
     if layout.device == "cpu":
         return "each is computed by itself, without pairs of tokens of two documents"

@@ -21,6 +21,7 @@ from drumline.plan.batch import nearest_multiples
 from drumline.plan.copies import copied_over
 from drumline.plan.facts import MULTIPLE, TP_STYLES, ModelFacts, has_chunkable_mlp, takes_fp8
 from drumline.plan.optimizer_rules import refusals as optimizer_refusals
+from drumline.plan.retrieval_rules import refusals as retrieval_refusals
 from drumline.plan.rule import (
     Case,
     is_data_parallel_only,
@@ -70,7 +71,7 @@ def check_role_rules(case: Case) -> None:
     Rules about the adapter, rollouts, evaluations and health checks are left out: these are of the
     policy, with which `check_rules` has checked them.
     """
-    rules_of_policy = (_mps, adapter_refusals, _vllm, _evaluation, _health)
+    rules_of_policy = (_mps, retrieval_refusals, adapter_refusals, _vllm, _evaluation, _health)
     rules = [rule for rule in _rules_in_order(case) if rule not in rules_of_policy]
     _raise_first_refusal(rules, case)
 
@@ -88,6 +89,7 @@ def _rules_in_order(case: Case) -> tuple[Rule, ...]:
     return (
         _mps,
         _images,
+        retrieval_refusals,
         adapter_refusals,
         _vllm,
         _model,

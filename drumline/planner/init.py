@@ -191,7 +191,9 @@ def _prepare(config: Config, path: Path, on_progress: OnProgress) -> Prepared:
     Raises UserError for a model whose weights nobody can find.
     """
     model = _model_of(config, on_progress)
-    first_rows = read_first_rows(config, model, path.absolute().parent, on_progress)
+    base = path.absolute().parent
+    config = _fit_algorithm(config, base)
+    first_rows = read_first_rows(config, model, base, on_progress)
     positions = None
     if not config.images_alone:
         text_config = model.hf_config.get_text_config()
@@ -379,7 +381,8 @@ def _check_answer(field: str, config: Config, path: Path) -> None:
         model = _model_of(config, lambda *_: None)
         _ = model.hf_config
     if field == "data":
-        read_first_rows(config, model, path.absolute().parent, lambda *_: None)
+        base = path.absolute().parent
+        read_first_rows(_fit_algorithm(config, base), model, base, lambda *_: None)
 
 
 def _show_mistake(error: UserError, console: Console) -> None:
@@ -481,6 +484,21 @@ class FirstRows:
             return text
         mean = sum(self.lengths) / self.rows
         return f"{text}, {mean:,.0f} tokens on average, {max(self.lengths):,} at most"
+
+
+def _fit_algorithm(config: Config, base: Path) -> Config:
+    """Return the config with what its algorithm reads from the first row, if the data are here.
+
+    `base`: the folder of the YAML. Raises DataError for a row that the algorithm does not take.
+    """
+    from drumline.data.sources import read_rows
+
+    (source,) = config.data.train
+    if not _is_here(source, base):
+        return config
+    first = next(read_rows(source, base, config.algorithm.forms))
+    algorithm = config.algorithm.fitted_to(first.values)
+    return config.model_copy(update={"algorithm": algorithm})
 
 
 def read_first_rows(

@@ -315,7 +315,8 @@ class FirstPass:
     def _add_numbers_of_batch(self, batches: Iterable[GlobalBatch]) -> Iterator[GlobalBatch]:
         """Yield batches, each with the numbers of its own samples."""
         for batch in batches:
-            yield add_first_numbers(batch, FirstPassNumbers(self.numbers(batch)), 0)
+            combined_NK = self.algorithm.combine_first(self.numbers(batch), trains=True)
+            yield add_first_numbers(batch, FirstPassNumbers(combined_NK), 0)
 
     def numbers(self, batch: GlobalBatch) -> torch.Tensor:
         """Return what `extract` returns for the samples of a global batch, fp64[N, K]. Collective.
@@ -348,7 +349,8 @@ class FirstPass:
         `batches` is called twice: all numbers have to be there before the first loss.
         """
         numbers_of_batches = [self.numbers(batch) for batch in batches()]
-        first = FirstPassNumbers(torch.cat(numbers_of_batches))
+        combined_NK = self.algorithm.combine_first(torch.cat(numbers_of_batches), trains=False)
+        first = FirstPassNumbers(combined_NK)
         first_row = 0
         for batch, numbers_NK in zip(batches(), numbers_of_batches, strict=True):
             yield add_first_numbers(batch, first, first_row)

@@ -446,7 +446,7 @@ class View:
         self.line(line)
 
     def show_row(self, reader: Reader, seen: PreviewedRow, is_in_pack: bool = False) -> None:
-        """Draw one row: both sides of a pair, what was cut, and what rewards get."""
+        """Draw one row: each text of it by its name, what was cut, and what rewards get."""
         title = _title_of_row(reader, seen)
         if is_in_pack:
             self.line(f"── {title}", "cyan")
@@ -456,12 +456,9 @@ class View:
         if seen.error is not None and self.options.row is not None:
             # If several rows are drawn, the counts have its reason.
             self.line(seen.error.line(), "red")
-        sides = reader.segments(seen)
-        # A preference pair has two sides, and any other row one.
-        names: tuple[str, ...] = ("",)
-        if len(sides) == 2:
-            names = ("chosen", "rejected")
-        for name, pieces in zip(names, sides, strict=False):
+        segments = reader.segments(seen)
+        names = reader.config.algorithm.segment_names(len(segments))
+        for name, pieces in zip(names, segments, strict=True):
             if name:
                 self.line(name, "bold")
             if pieces:

@@ -738,6 +738,15 @@ CASES.append(
         rows=KINDS,
     )
 )
+# Stages compute a head, which an encoder of texts lacks.
+WHOLE_MODELS = tuple(name for name in SPREADS if "pp 2" not in name and name != "model_parallel 2")
+CASES.append(
+    Case(
+        "embed",
+        {"algorithm": {"kind": "embed", "negatives": 1, "matryoshka": [16]}, **TWO_STEPS},
+        rows=WHOLE_MODELS,
+    )
+)
 ENGINES = (
     "ddp 2, accumulation 4",
     "fsdp2 2, accumulation 4",

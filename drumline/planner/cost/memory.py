@@ -49,6 +49,7 @@ from drumline.planner.cost.activations import (
 )
 from drumline.planner.cost.terms import (
     FP32_BYTES,
+    FP64_BYTES,
     LOW_BYTES,
     PRECISION_BYTES,
     Buffers,
@@ -86,6 +87,15 @@ NORM_GRADIENTS = 3
 ZERO_BUBBLE_SURPLUS = 1.25
 # fp32 tensors of the logits of the last tokens while a sampler chooses the next ones.
 SAMPLED_LOGITS = 3.0
+# Tensors of all numbers of the first pass of a step (algorithms.embed.contrast) that exist at once:
+# the sum over the ranks, its real rows and the gradient in fp64; in fp32 the embeddings, normalised
+# ones, a leaf of them and the gradients of the three.
+FIRST_PASS_FP64 = 3
+FIRST_PASS_FP32 = 6
+# Similarities that it computes at once, and fp32 tensors of them: similarities, logits, their
+# softmax and its gradient.
+MOST_SIMILARITIES = 2**24
+SIMILARITY_TENSORS = 4
 # Bytes of a file of weights that a host is taken to have in memory while it loads it: 1 GiB, a
 # choice. All of the file is mapped, but the kernel can drop the other pages.
 MAPPED_WINDOW_BYTES = 2**30
@@ -221,6 +231,9 @@ def memory_of_rank(
     buffers = _all_buffers(layout, facts, model_part, state, activations)
     phases = _phases(layout, facts, model_part, pp_rank, state, buffers, activations)
     # Sampling is over before the first gradient, and keeps nothing of a step.
+    if _first_numbers(layout, facts):
+        compared = _first_pass_bytes(layout, facts)
+        phases = {"first_pass": Phase(0.0, compared, 0.0, buffers.always), **phases}
     phases["rollout"] = Phase(0.0, _sampling_bytes(layout, facts), 0.0, 0.0)
 
     if generates_with_weight_copy(layout):
@@ -306,11 +319,33 @@ def _all_buffers(
     if layout.activation_checkpointing != "none":
         # The lengths of rows are computed in forward, which runs again in backward.
         backward += dora
-    buffers = replace(buffers, block=block, backward=backward)
+    always = buffers.always + FP64_BYTES * _first_numbers(layout, facts)
+    buffers = replace(buffers, always=always, block=block, backward=backward)
     adapter = layout.config.adapter
     if adapter.kind == "lora" and adapter.trainable_tokens:
         return _add_trained_rows(layout, facts, buffers)
     return buffers
+
+
+def _first_numbers(layout: Layout, facts: ModelFacts) -> int:
+    """Return how many numbers of the global batch each rank keeps from the first pass of a step."""
+    numbers_of_sample = layout.config.algorithm.first_numbers(facts.hidden)
+    return numbers_of_sample * layout.batch.global_samples
+
+
+def _first_pass_bytes(layout: Layout, facts: ModelFacts) -> float:
+    """Return the bytes that the first pass of a step needs for its numbers.
+
+    The numbers of all samples are added up over the ranks, in fp64. From them follow fp32 copies
+    with gradients, and in chunks the similarities of the samples. Activations of the pass itself are
+    fewer than those of forward, and are gone by then.
+    """
+    numbers = _first_numbers(layout, facts)
+    samples = layout.batch.global_samples
+    documents = samples * (layout.batch.rows_per_sample - 1)
+    similarities = min(MOST_SIMILARITIES, samples * documents)
+    copies = FP64_BYTES * FIRST_PASS_FP64 + FP32_BYTES * FIRST_PASS_FP32
+    return copies * numbers + FP32_BYTES * SIMILARITY_TENSORS * similarities
 
 
 def _add_trained_rows(layout: Layout, facts: ModelFacts, buffers: Buffers) -> Buffers:

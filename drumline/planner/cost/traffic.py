@@ -600,20 +600,25 @@ def context(volume: CommunicationVolume, layout: Layout, facts: ModelFacts, head
         hops = (passes + blocks) * (ranks - 1)
         sent = hops * head_entries * 2 * heads * bytes_per_entry
         volume.add("p2p", sent, ranks, "cp", passes * micro_batches)
-    _context_outputs(volume, layout, tokens, head)
+    _context_outputs(volume, layout, tokens, head, facts.hidden)
 
 
 def _context_outputs(
-    volume: CommunicationVolume, layout: Layout, tokens: float, head: Head
+    volume: CommunicationVolume, layout: Layout, tokens: float, head: Head, hidden: int
 ) -> None:
-    """Add the flows of outputs of whole sequences, which an objective needs."""
+    """Add the flows of outputs of whole sequences, which an objective needs.
+
+    `hidden`: width of the hidden states.
+    """
     ranks = layout.mesh.cp
     micro_batches = layout.batch.accumulation
-    if head == "text":
-        # One class, which is the least.
-        volume.add(
-            "all_reduce", FP32_BYTES * layout.rows * micro_batches, ranks, "cp", micro_batches
-        )
+    if head in ("text", "embedding"):
+        # One class, which is the least, or an embedding.
+        numbers_of_row = 1
+        if head == "embedding":
+            numbers_of_row = hidden
+        sent = FP32_BYTES * numbers_of_row * layout.rows * micro_batches
+        volume.add("all_reduce", sent, ranks, "cp", micro_batches)
         return
     head_outputs: frozenset[str] = frozenset()
     if head != "score":

@@ -1,0 +1,137 @@
+"""InfoNCE over a global batch, with its gradient with respect to every embedding.
+
+N samples of R texts with D numbers each: the query, its positive, and R − 2 negatives.
+M = N · (R − 1) documents: the positives and negatives of all samples, sample by sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+# Similarities that exist at once.
+MOST_ENTRIES = 2**24
+
+
+class Contrast(NamedTuple):
+    """What the texts of a global batch give.
+
+    Attributes:
+        loss_N: fp32, −log of the share of the positive in Σ exp(similarity / temperature), summed
+            over all sizes.
+        correct_N: bool, whether no other document is as similar to the query as its positive.
+        similarity_N: fp32, of the query and its positive.
+        gradient_NRD: fp32, of Σ loss_N; None if it was not asked for.
+    """
+
+    loss_N: torch.Tensor
+    correct_N: torch.Tensor
+    similarity_N: torch.Tensor
+    gradient_NRD: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class InfoNCE:
+    """InfoNCE (van den Oord et al. 2018) with the negatives of all samples.
+
+    A document is no negative of a query if it is the same text as the query's positive, or the
+    positive of another sample with the same query.
+
+    Attributes:
+        temperature: similarities are divided by it.
+        normalize: similarity is the cosine, otherwise the dot product.
+        sizes: the loss is also computed of the first so many numbers of each embedding.
+    """
+
+    temperature: float
+    normalize: bool
+    sizes: Sequence[int] = ()
+
+    def compare(
+        self, embeddings_NRD: torch.Tensor, ids_NR: torch.Tensor, with_gradient: bool
+    ) -> Contrast:
+        """Return the loss of each sample, and with `with_gradient` the gradient of their sum.
+
+        Args:
+            embeddings_NRD: fp32, before they are normalised.
+            ids_NR: a number of each text, below 0 for a text that a sample lacks.
+            with_gradient: whether the gradient is computed.
+        """
+        full = self._compare_at_size(embeddings_NRD, ids_NR, with_gradient)
+        loss_N = full.loss_N
+        gradient_NRD = full.gradient_NRD
+        for size in self.sizes:
+            part_NRd = embeddings_NRD[:, :, :size]
+            part = self._compare_at_size(part_NRd, ids_NR, with_gradient)
+            loss_N = loss_N + part.loss_N
+            if gradient_NRD is not None:
+                gradient_NRD[:, :, :size] += part.gradient_NRD
+        return full._replace(loss_N=loss_N, gradient_NRD=gradient_NRD)
+
+    def _compare_at_size(
+        self, embeddings_NRD: torch.Tensor, ids_NR: torch.Tensor, with_gradient: bool
+    ) -> Contrast:
+        """Return the contrast of embeddings of one size."""
+        with torch.set_grad_enabled(with_gradient):
+            raw_NRD = embeddings_NRD.detach().requires_grad_(with_gradient)
+            compared_NRD = raw_NRD
+            if self.normalize:
+                compared_NRD = functional.normalize(raw_NRD, dim=-1)
+            # Chunks of queries add up the gradient here, so the norm is differentiated once.
+            leaf_NRD = compared_NRD.detach().requires_grad_(with_gradient)
+            chunks = []
+            for queries in self._chunks(ids_NR):
+                chunk = self._compare_queries(leaf_NRD, ids_NR, queries)
+                if with_gradient:
+                    chunk.loss_N.sum().backward()  # type: ignore[no-untyped-call]
+                chunks.append(chunk)
+            if with_gradient:
+                compared_NRD.backward(leaf_NRD.grad)  # type: ignore[no-untyped-call]
+        return Contrast(
+            torch.cat([chunk.loss_N.detach() for chunk in chunks]),
+            torch.cat([chunk.correct_N for chunk in chunks]),
+            torch.cat([chunk.similarity_N.detach() for chunk in chunks]),
+            raw_NRD.grad,
+        )
+
+    def _chunks(self, ids_NR: torch.Tensor) -> list[slice]:
+        """Return slices of the queries, so that MOST_ENTRIES similarities exist at once."""
+        samples, texts = ids_NR.shape
+        documents = max(1, samples * (texts - 1))
+        size = max(1, MOST_ENTRIES // documents)
+        return [slice(start, start + size) for start in range(0, samples, size)]
+
+    def _compare_queries(
+        self, compared_NRD: torch.Tensor, ids_NR: torch.Tensor, queries: slice
+    ) -> Contrast:
+        """Return the contrast of some queries with all documents, without a gradient."""
+        documents_MD = compared_NRD[:, 1:].flatten(0, 1)
+        similarity_QM = compared_NRD[queries, 0] @ documents_MD.T
+        excluded_QM = _is_no_negative(ids_NR, queries)
+        per_sample = ids_NR.shape[1] - 1
+        samples_N = torch.arange(len(ids_NR), device=ids_NR.device)
+        positive_Q = samples_N[queries] * per_sample
+        positive_Q1 = positive_Q[:, None]
+        excluded_QM.scatter_(1, positive_Q1, False)
+        logits_QM = (similarity_QM / self.temperature).masked_fill(excluded_QM, -torch.inf)
+        loss_Q = functional.cross_entropy(logits_QM, positive_Q, reduction="none")
+        correct_Q = logits_QM.argmax(1) == positive_Q
+        similarity_Q = similarity_QM.gather(1, positive_Q1).squeeze(1)
+        return Contrast(loss_Q, correct_Q, similarity_Q, None)
+
+
+def _is_no_negative(ids_NR: torch.Tensor, queries: slice) -> torch.Tensor:
+    """Return bool[Q, M]: whether each document is missing or answers each of some queries."""
+    document_ids_M = ids_NR[:, 1:].flatten()
+    missing_M = document_ids_M < 0
+    has_same_text_QM = ids_NR[queries, 1, None] == document_ids_M
+    has_same_query_QN = ids_NR[queries, 0, None] == ids_NR[:, 0]
+    excluded_QM = missing_M | has_same_text_QM
+    # The first document of each sample is its positive.
+    per_sample = ids_NR.shape[1] - 1
+    excluded_QM[:, ::per_sample] |= has_same_query_QN
+    return excluded_QM

@@ -1,0 +1,60 @@
+"""The files beside a model from which sentence-transformers knows how to embed texts by it.
+
+Their names and keys are those that every version of sentence-transformers reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drumline.algorithms.embed.spec import EmbedConfig
+
+# Module of sentence-transformers by the kind of file that it has.
+MODULE = "sentence_transformers.models.{}"
+
+
+def sentence_transformers_files(
+    spec: EmbedConfig, bidirectional: bool, hidden: int, max_length: int
+) -> dict[str, Any]:
+    """Return the contents of JSON files by their paths in the folder of a model.
+
+    Args:
+        spec: the section `algorithm`.
+        bidirectional: whether the model reads both ways.
+        hidden: numbers of an embedding.
+        max_length: the most tokens of a text.
+    """
+    pooling = spec.pooling_of(bidirectional)
+    names = ["Transformer", "Pooling"]
+    if spec.normalize:
+        names.append("Normalize")
+    modules = []
+    for index, name in enumerate(names):
+        path = ""
+        if index > 0:
+            path = f"{index}_{name}"
+        modules.append(
+            {"idx": index, "name": str(index), "path": path, "type": MODULE.format(name)}
+        )
+    similarity = "dot"
+    if spec.normalize:
+        similarity = "cosine"
+    return {
+        "modules.json": modules,
+        "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
+        "1_Pooling/config.json": {
+            "word_embedding_dimension": hidden,
+            "pooling_mode_cls_token": pooling == "cls",
+            "pooling_mode_mean_tokens": pooling == "mean",
+            "pooling_mode_lasttoken": pooling == "last",
+            "pooling_mode_max_tokens": False,
+            "pooling_mode_mean_sqrt_len_tokens": False,
+            "pooling_mode_weightedmean_tokens": False,
+            "include_prompt": True,
+        },
+        "config_sentence_transformers.json": {
+            "prompts": {"query": spec.query_prompt, "document": spec.document_prompt},
+            "default_prompt_name": None,
+            "similarity_fn_name": similarity,
+        },
+    }

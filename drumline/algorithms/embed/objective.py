@@ -1,0 +1,133 @@
+"""Bi-encoders: texts with similar embeddings answer each other.
+
+The loss of a query is compared with all documents of the global batch, whatever rank or micro-batch
+they are in. So all texts are embedded first, without gradients. From these embeddings follows the
+gradient of the loss with respect to each of them. Then each micro-batch is embedded again, and its
+embeddings get their gradient (GradCache, Gao et al. 2021). The result is that of one large batch.
+
+P samples of a micro-batch, N of the global batch, R texts of a sample, D numbers of an embedding,
+B = R · P rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from drumline.algorithms.base import Algorithm, LossOut
+from drumline.algorithms.embed.contrast import InfoNCE
+from drumline.algorithms.embed.ranking import RANKED, rank_documents
+from drumline.algorithms.embed.spec import STATISTICS, EmbedConfig
+
+
+class Embed(Algorithm):
+    """InfoNCE over the global batch, with GradCache."""
+
+    def __init__(self, spec: EmbedConfig) -> None:
+        self.spec = spec
+        self.texts = spec.rows_per_sample
+        self.contrast = InfoNCE(spec.temperature, spec.normalize, spec.matryoshka)
+
+    def first_pass(self, outputs: Any, batch: Any) -> torch.Tensor:
+        """Return the embeddings of each sample's texts and the numbers of these texts.
+
+        They are fp32[P, R · D] and [P, R], joined.
+        """
+        embeddings_PRD = self._embed(outputs, batch)
+        ids_PR = self._by_sample(batch.text_ids_B)
+        return torch.cat([embeddings_PRD.flatten(1).double(), ids_PR], 1)
+
+    def combine_first(self, numbers_NK: torch.Tensor, trains: bool) -> torch.Tensor:
+        """Return what the losses of the samples read, fp64.
+
+        In training these are the gradient of each embedding, R · D numbers, and STATISTICS more:
+        the loss, whether the positive is the most similar document, and its similarity. In an
+        evaluation, for which N is the whole set, they are STATISTICS and RANKED.
+        """
+        embeddings_NRD = numbers_NK[:, : -self.texts].float()
+        embeddings_NRD = embeddings_NRD.unflatten(1, (self.texts, -1))
+        ids_NR = numbers_NK[:, -self.texts :]
+        result = self.contrast.compare(embeddings_NRD, ids_NR, with_gradient=trains)
+        statistics_N3 = torch.stack(
+            [result.loss_N.double(), result.correct_N.double(), result.similarity_N.double()], 1
+        )
+        if result.gradient_NRD is not None:
+            gradient_NK = result.gradient_NRD.flatten(1).double()
+            return torch.cat([gradient_NK, statistics_N3], 1)
+        if self.spec.normalize:
+            embeddings_NRD = functional.normalize(embeddings_NRD, dim=-1)
+        return torch.cat([statistics_N3, rank_documents(embeddings_NRD, ids_NR)], 1)
+
+    def objective(self, outputs: Any, batch: Any) -> LossOut:
+        """Return the loss of the samples. Its gradient is that of the whole global batch's loss."""
+        embeddings_PRD = self._embed(outputs, batch)
+        numbers_PK = batch.first.numbers_NK[batch.places_P] * batch.real_P[:, None]
+        gradient_PRD = numbers_PK[:, :-STATISTICS].view(embeddings_PRD.shape)
+        carrier = (embeddings_PRD * gradient_PRD.float()).sum()
+        sums = _statistics(numbers_PK[:, -STATISTICS:], batch)
+        loss_sum = numbers_PK[:, -STATISTICS].sum().float()
+        # The carrier has the gradient, and is taken off the value.
+        return LossOut(loss_sum + (carrier - carrier.detach()), sums)
+
+    def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
+        """Return the loss against all documents of the set, with the sums of the ranking."""
+        numbers_PK = batch.first.numbers_NK[batch.places_P] * batch.real_P[:, None]
+        sums = _statistics(numbers_PK[:, :STATISTICS], batch)
+        for name, values_P in zip(RANKED, numbers_PK[:, STATISTICS:].unbind(1), strict=True):
+            sums[name] = values_P.sum()
+        return LossOut(numbers_PK[:, 0].sum().float(), sums)
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return the loss, and how well the queries of the set find the documents that answer them.
+
+        Recall and nDCG are means over the distinct queries.
+        """
+        metrics = {"loss": sums["loss"] / max(1.0, sums["samples"]), **self.step_metrics(sums)}
+        count, *names = RANKED
+        for name in names:
+            metrics[name] = sums[name] / max(1.0, sums[count])
+        return metrics
+
+    def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return means over the samples of the global batch."""
+        samples = max(1.0, sums["samples"])
+        return {
+            "accuracy": sums["correct"] / samples,
+            "similarity": sums["similarity"] / samples,
+        }
+
+    def _embed(self, outputs: Any, batch: Any) -> torch.Tensor:
+        """Return the embeddings of each sample's texts, fp32[P, R, D], not normalised."""
+        kind = self.spec.pooling_of(bidirectional=batch.attention_mask_BT is not None)
+        weights_BT = pooling_weights(kind, batch.lengths_B, batch.input_ids_BT.shape[1])
+        return self._by_sample(outputs.pooled(weights_BT))
+
+    def _by_sample(self, values_B: torch.Tensor) -> torch.Tensor:
+        """Return values of rows [B, …] by sample, [P, R, …]."""
+        return values_B.unflatten(0, (self.texts, -1)).transpose(0, 1)
+
+
+def pooling_weights(kind: str, lengths_B: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the weight of each token in the embedding of its text, fp32[B, T].
+
+    Args:
+        kind: mean of all tokens, last token, or the first one (cls).
+        lengths_B: tokens of each text.
+        width: T, tokens of a row with padding.
+    """
+    columns_T = torch.arange(width, device=lengths_B.device)
+    lengths_B1 = lengths_B[:, None]
+    if kind == "mean":
+        return (columns_T < lengths_B1) / lengths_B1
+    if kind == "last":
+        return (columns_T == lengths_B1 - 1).float()
+    is_first_T = columns_T == 0
+    return is_first_T.expand(len(lengths_B), width).float()
+
+
+def _statistics(numbers_P3: torch.Tensor, batch: Any) -> dict[str, torch.Tensor]:
+    """Return the sums that `Embed.step_metrics` reads. `numbers_P3`: of each sample; 0 for fillers."""
+    _, correct, similarity = numbers_P3.sum(0).unbind()
+    return {"samples": batch.real_P.sum(), "correct": correct, "similarity": similarity}

@@ -1,0 +1,93 @@
+"""Rerankers (cross-encoders), which read a query and a text together. No torch at the top."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from drumline.algorithms.specs import RetrievalSpec
+from drumline.config.algorithm import HeadOutput
+from drumline.config.model import Head
+from drumline.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from drumline.data.collators import CollatorFactory
+    from drumline.data.encode import RowEncoder
+
+# The one class of a reranker, whose logit is how well a text answers.
+RELEVANCE = "relevance"
+
+
+class RerankConfig(RetrievalSpec):
+    """A score of a query with each of its texts: the positive is to be above the negatives."""
+
+    position: ClassVar[int] = 8
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "mrr@10", "ndcg@10")
+    head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset()
+    library: ClassVar[str] = "sentence-transformers"
+    task: ClassVar[str | None] = "text-ranking"
+    objective: ClassVar[str] = "drumline.algorithms.rerank.objective:Rerank"
+    kind: Literal["rerank"] = "rerank"
+    negatives: int = Field(
+        1,
+        ge=1,
+        le=1000,
+        description="Negatives of a row that are learned from, the first ones; a row may have fewer.",
+    )
+    loss: Literal["pointwise", "listwise"] = Field(
+        "pointwise",
+        description="pointwise: each text answers or not (binary cross-entropy)."
+        " listwise: which of a row's texts answers (softmax over them).",
+    )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The model has one logit."""
+        return (RELEVANCE,)
+
+    @property
+    def rows_per_sample(self) -> int:
+        """The query with the positive, and with each negative, are rows of a batch."""
+        return 1 + self.negatives
+
+    @property
+    def head(self) -> Head:
+        return "text"
+
+    def segment_names(self, segments: int) -> list[str]:
+        # Without the query, which is a part of all.
+        return super().segment_names(segments + 1)[1:]
+
+    def classes(self, train: Any, held_out: list[Any]) -> tuple[str, ...]:
+        return self.labels
+
+    def check_rows(self, train: Any) -> None:
+        """Raise DataError if no row has a negative."""
+        from drumline.data.retrieval import require_negatives
+
+        require_negatives(train)
+
+    def encoder(self, tokenizer: Any, data: Any, vision: Any = None) -> RowEncoder:
+        from drumline.data.retrieval import CandidateRowEncoder
+
+        return CandidateRowEncoder(tokenizer, data, self.negatives)
+
+    def collator(self, plan: Plan, width: int | None) -> CollatorFactory:
+        from drumline.data.collators import candidate_collator
+
+        return candidate_collator(plan, width, self.rows_per_sample)
+
+    def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
+        half = max(1, length // 2)
+        return {
+            "query": random_text(half),
+            "positive": random_text(length),
+            "negative": [random_text(length) for _ in range(self.negatives)],
+        }
+
+    def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
+        from drumline.data.retrieval import placeholder_candidates
+
+        return placeholder_candidates(plan, rows, length, self.rows_per_sample)

@@ -1,0 +1,59 @@
+"""The rules of models that search: of embeddings, and of rerankers. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drumline.config.refusal import Refusal
+from drumline.plan.rule import Case
+
+
+def refusals(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of embeddings and of rerankers; none for other algorithms."""
+    if case.config.head == "embedding":
+        yield from _embeddings(case)
+    elif case.config.algorithm.kind == "rerank":
+        yield from _rerankers(case)
+
+
+def _rerankers(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of models that read a query and a text in one row."""
+    for dimension, ranks in (("pp", case.mesh.pp), ("cp", case.mesh.cp)):
+        if ranks > 1:
+            yield Refusal(
+                f"{dimension} × rerank",
+                "a model also gets which tokens are the query's, and parts of models and of rows get ids and positions alone",
+                "use strategy=ddp, fsdp2 or tp",
+            )
+
+
+def _embeddings(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of embeddings, whose loss compares texts of all ranks."""
+    config = case.config
+    if case.mesh.pp > 1:
+        yield Refusal(
+            "pp × embeddings",
+            "the last stage computes a head from the last block's output, and an encoder has none",
+            "use strategy=fsdp2 or ddp",
+        )
+    if case.strategy.exchange is not None:
+        yield Refusal(
+            "embeddings × ranks that train apart",
+            "a query is compared with documents of all ranks, and each rank would embed them by weights of its own",
+            "use strategy=ddp or fsdp2",
+        )
+    if config.adapter.kind == "lora" and config.adapter.dropout > 0:
+        yield Refusal(
+            "embeddings × adapter.dropout",
+            "each text is embedded twice, and dropout would make two embeddings of it",
+            "use adapter.dropout=0",
+            "adapter.dropout",
+        )
+    largest = max(getattr(config.algorithm, "matryoshka", ()), default=0)
+    if case.facts is not None and largest >= case.facts.hidden:
+        yield Refusal(
+            "matryoshka × the width of the model",
+            f"its embeddings have {case.facts.hidden} numbers, and the loss of all of them is counted anyway",
+            "name smaller sizes",
+            "algorithm.matryoshka",
+        )
