@@ -38,6 +38,8 @@ from drumline.vendor.torch import compute_local_shape_and_global_offset
 Init = Callable[[nn.Module], None]
 # The beginning of a module's path, up to the number of its block.
 NUMBERED = re.compile(r".*?\.\d+\.")
+# What PEFT's layers add to the name of a tensor beneath them.
+ADAPTED = re.compile(r"(\.base_layer)+\.")
 # The index of a model in several safetensors files, and the file of a model in one.
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -716,4 +718,6 @@ def survives_json(value: Any) -> bool:
 
 def file_name(name: str) -> str:
     """Return a tensor's name in the model's files: without the parts that PEFT's layers add."""
-    return name.replace(".token_adapter.", ".").replace(".base_layer.", ".")
+    name = name.replace(".token_adapter.", ".")
+    # The experts of a mixture have two layers of PEFT's, one inside the other.
+    return ADAPTED.sub(".", name)

@@ -756,6 +756,28 @@ CASES += [
         ("ep 2", "fsdp2 2 x ep 2"),
         "gpt_oss",
     ),
+    # Adapters over experts; with routers that learn nothing.
+    Case(
+        "deepseek_v3, lora",
+        {**PACKED, **LORA},
+        (
+            "one process, accumulation 4",
+            *ENGINES,
+            "cp 2",
+            "tp 2",
+            "tp 2, whole stream",
+            "ep 2",
+            "fsdp2 2 x ep 2",
+            "fsdp2, ep 2 x pp 2",
+        ),
+        "deepseek_v3",
+    ),
+    Case(
+        "gpt_oss, lora",
+        {**PACKED, **LORA, "data": {"packing": False}, "rows": 48},
+        ("fsdp2 2, accumulation 4", "ep 2"),
+        "gpt_oss",
+    ),
     # Biases of keys: their true gradient is 0, but small where positions are rotary, so Adam would
     # enlarge its rounding there.
     Case("gpt2", {**PACKED, "optimizer": {}}, ("ddp 2", "fsdp2 2", "zero2 2"), "gpt2"),

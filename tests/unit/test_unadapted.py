@@ -37,10 +37,9 @@ def lines(kind: str, adapter: dict[str, Any], **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_experts_are_named_with_their_share(kind: str) -> None:
-    (line,) = lines(kind, {})
-    assert line.startswith(f"all-linear does not adapt {EXPERTS}: ") and line.endswith("%")
+    assert lines(kind, {}) == [], "all-linear adapts them"
     (line,) = lines(kind, {"quantize": "4bit"})
-    assert line.startswith(f"all-linear does not adapt {EXPERTS}, and QLoRA does not pack them: ")
+    assert line.startswith(f"QLoRA does not pack {EXPERTS}: ") and line.endswith("%")
     (line,) = lines(kind, {"quantize": "8bit", "targets": ["q_proj"]})
     assert line.startswith(f"QLoRA does not pack {EXPERTS}: "), "what a user leaves out is no news"
 
@@ -50,7 +49,8 @@ def test_numbers_are_those_of_the_model() -> None:
     config = AutoConfig.for_model(
         "qwen3_moe", **ARCHITECTURES["qwen3_moe"], vocab_size=300, num_hidden_layers=2
     )
-    (group,) = find_unadapted(facts(config, 64, LoRAConfig(r=4)), LoRAConfig(r=4))
+    packed = LoRAConfig(r=4, quantize="4bit")
+    (group,) = find_unadapted(facts(config, 64, packed), packed)
     assert group.parameters == 2 * 4 * (32 * 32 + 32 * 16)
     assert group.total == facts(config, 64).parameters, "the adapter's own weights are not counted"
 
@@ -90,27 +90,31 @@ def test_a_plan_says_it(run: Run) -> None:
     args = ["plan", "--model", "qwen3-30b-a3b", "--cluster", "1xh100", "--adapter", "qlora"]
     code, out, err = run(*args, "--json")
     assert code == 0
-    assert (
-        f"note: all-linear does not adapt {EXPERTS}, and QLoRA does not pack them: 28.99B of 30.53B weights, 95%"
-        in err
-    )
+    assert f"note: QLoRA does not pack {EXPERTS}: 28.99B of 30.53B weights, 95%" in err
+    assert "note: the adapter has 642.5M parameters (2.10% of the model's), 629.1M" in err
     (group,) = json.loads(out)["model"]["unadapted"]
     assert (
         group["parameters"] == 48 * 128 * 3 * 768 * 2048
         and group["lacks_packing"]
         and round(group["share"], 2) == 0.95
     )
+    # Factors of rank 16 over [1536, 2048] and [2048, 768].
+    in_experts = 48 * 128 * 16 * (1536 + 2048 + 2048 + 768)
+    assert json.loads(out)["model"]["adapter"]["in_experts"] == in_experts
 
 
 def test_a_run_and_its_page_say_it(tmp_path: Path) -> None:
     model = tiny_architecture_dir(tmp_path / "model", "qwen3_moe")
     request = Request(
-        load(write_config(tmp_path, model, rows=20, adapter="lora"), []), world_size=1
+        load(
+            write_config(tmp_path, model, rows=20, adapter={"kind": "lora", "quantize": "4bit"}), []
+        ),
+        world_size=1,
     )
     plan = make_plan(request, on_progress=lambda *_: None, dry_run=True)
-    assert f"adapter        all-linear does not adapt {EXPERTS}" in explain(plan)
+    assert f"adapter        QLoRA does not pack {EXPERTS}" in explain(plan)
     event = run_start(plan, None)
     _, printed = told(event.values())
-    assert f"note: all-linear does not adapt {EXPERTS}" in printed
+    assert f"note: QLoRA does not pack {EXPERTS}" in printed
     EventLog(tmp_path / "events.jsonl").emit(event)
     assert any(EXPERTS in line for line in _remarks(RunFacts(tmp_path)))
