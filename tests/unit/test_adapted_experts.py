@@ -152,7 +152,7 @@ def test_a_fresh_adapter_changes_nothing_and_a_merged_one_stays(kind: str) -> No
         assert torch.equal(logits(model), before)
     adapters.merge(model)
     assert dict(model.named_parameters()).keys() == dict(base.named_parameters()).keys()
-    torch.testing.assert_close(logits(model), learned, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(model), learned, rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_as_large_as_the_experts_is_kept_for_backward() -> None:
