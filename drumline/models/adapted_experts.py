@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.models.blocks import takes_adapters
-from drumline.models.expert_layers import Addition, Multiply, has_inputs_first, run_experts
+from drumline.models.expert_layers import Addition, has_inputs_first, run_experts
+from drumline.models.packed import Multiply
 from drumline.vendor.peft import ParamWrapper
 
 # Rows of 16-bit numbers have to be multiples of 16 bytes for torch's grouped products.

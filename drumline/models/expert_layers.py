@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from drumline.models.blocks import GETS_EQUAL_ROWS
+from drumline.models.packed import Multiply, multiply_packed, packings_of
 from drumline.models.router import count_choices
 from drumline.vendor.transformers import grouped_linear
 
-# Rows float[S, I] and a matrix for each expert, float[E, O, I] → float[S, O].
-Multiply = Callable[[Tensor, Tensor], Tensor]
 # The rows of a product, and how to multiply them → what an adapter adds to it, float[S, O].
 Addition = Callable[[Tensor, Multiply], Tensor]
 
@@ -67,7 +66,7 @@ def _run_grouped(
         result = _product(base, additions, name, multiply, rows)
         if base.has_bias:
             bias_EO = getattr(base, f"{name}_bias")
-            result = result + bias_EO[expert_S]
+            result = result + bias_EO[expert_S].to(result.dtype)
         return result
 
     rows_SD = hidden_ND[order_S // experts_per_token]
@@ -99,10 +98,15 @@ def _product(
     base: Any, additions: Mapping[str, Addition], name: str, multiply: Multiply, rows: Tensor
 ) -> Tensor:
     """Return the product of the rows with the tensor `name` of a module, and its addition."""
-    weight = getattr(base, name)
-    if has_inputs_first(base):
-        weight = weight.transpose(-2, -1)
-    result = multiply(rows, weight)
+    packing = packings_of(base).get(name)
+    is_transposed = has_inputs_first(base)
+    if packing is not None:
+        result = multiply_packed(rows, base, packing, multiply, is_transposed)
+    else:
+        weight = getattr(base, name)
+        if is_transposed:
+            weight = weight.transpose(-2, -1)
+        result = multiply(rows, weight)
     if name in additions:
         added = additions[name](rows, multiply)
         result = result + added.to(result.dtype)
