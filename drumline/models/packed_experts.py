@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.models.expert_layers import run_experts
+from drumline.models.expert_layers import prepare_experts, run_experts
 from drumline.models.packed import Bits, PackedTensor
 from drumline.plan.facts import is_packable
 
@@ -50,6 +50,7 @@ def pack_experts(module: Any, bits: Bits, storage: torch.dtype) -> None:
         packings[name] = packing
     if packings:
         module.packings = packings
+        prepare_experts(module)
         module.__class__ = _packed_class(type(module))
 
 

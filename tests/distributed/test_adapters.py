@@ -65,7 +65,7 @@ KINDS = {
     ),
     "experts": Kind({}, architecture="deepseek_v3"),
     "experts, 4bit": Kind({"quantize": "4bit"}, architecture="deepseek_v3"),
-    "experts, 8bit": Kind({"quantize": "8bit", "targets": "attention"}, architecture="gpt_oss"),
+    "experts, 8bit": Kind({"quantize": "8bit", "targets": "attention"}, architecture="deepseek_v3"),
     "dora, pissa, bf16": Kind({"dora": True, "init": "pissa_fast"}, 3e-2, {"precision": "bf16"}),
 }
 SPREADS: dict[str, tuple[int, Any]] = {
