@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from drumline.models.blocks import expert_holders, expert_modules, find_base_layer
 from drumline.models.containers import product_dtype
+from drumline.models.packed import packings_of
 from drumline.models.router import count_choices
 from drumline.vendor.torch import all_to_all_single_autograd
 
@@ -108,11 +109,12 @@ def cast_experts_under_autocast(model: nn.Module) -> None:
     """Let experts multiply in the type of autocast, as linear layers do, in place.
 
     Autocast does not know torch's grouped products, which would multiply fp32 weights in fp32, one
-    expert after another. Call it before experts are cut: a cast is of a rank's own experts.
+    expert after another. Call it before experts are cut: a cast is of a rank's own experts. Packed
+    experts unpack in that type by themselves.
     """
     for name in expert_modules(model):
         module: Any = model.get_submodule(name)
-        holders = expert_holders(module)
+        holders = [holder for holder in expert_holders(module) if not packings_of(holder)]
         module.forward = _with_replaced_holders(module.forward, holders, _cast_for_products)
 
 

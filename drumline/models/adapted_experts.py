@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.models.blocks import takes_adapters
-from drumline.models.expert_layers import Addition, Multiply, has_inputs_first, run_experts
+from drumline.models.expert_layers import (
+    Addition,
+    has_inputs_first,
+    prepare_experts,
+    run_experts,
+)
+from drumline.models.packed import Multiply
 from drumline.vendor.peft import ParamWrapper
 
 # Rows of 16-bit numbers have to be multiples of 16 bytes for torch's grouped products.
@@ -99,6 +105,7 @@ def adopt_layers(model: nn.Module) -> None:
         if layer.get_param().ndim != 3 or not takes_adapters(base):
             continue
         layer.__class__ = AdaptedExperts
+        prepare_experts(base)
         for adapter in list(layer.lora_A):
             a_ERI, b_EOR = from_file_layout(
                 layer, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight

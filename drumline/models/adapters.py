@@ -48,7 +48,7 @@ from drumline.models.blocks import (
     takes_adapters,
 )
 from drumline.models.classes import reads_images
-from drumline.models.packed import PackedLinear
+from drumline.models.packed import PackedLinear, PackedTensor, packings_of
 from drumline.models.scores import extra_heads
 from drumline.plan.facts import has_ending
 
@@ -419,12 +419,15 @@ def layers_derived_from_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (name, layer) of each layer whose first values are computed from a whole weight.
 
     The layer is one of PEFT's, whose base layer has the weight, or a packed layer without an
-    adapter. Of two layers that share a weight only one is yielded.
+    adapter. For packed tensors of experts it is a `PackedTensor`, and the name that of the module
+    that holds it. Of two layers that share a weight only one is yielded.
     """
     tuned = {layer for _, layer in _peft_layers(model)}
     if not tuned:
         return
     for path, layer in model.named_modules():
+        for packing in packings_of(layer).values():
+            yield path, packing
         is_packed = isinstance(find_base_layer(layer), PackedLinear)
         if layer in tuned:
             if _begins_from_weight(layer, is_packed):
@@ -487,6 +490,8 @@ def derive_first_values(layer: Any, weight: torch.Tensor) -> dict[str, torch.Ten
         return values
     if isinstance(layer, PackedLinear):
         return {"packed": layer.pack_weight(weight)}
+    if isinstance(layer, PackedTensor):
+        return {layer.parameter_name: layer.pack_weight(weight)}
     return _first_factors(layer, weight)
 
 

@@ -18,13 +18,22 @@ import torch
 from torch import Tensor
 
 from drumline.models.blocks import GETS_EQUAL_ROWS
+from drumline.models.packed import Multiply, multiply_packed, packings_of
 from drumline.models.router import count_choices
-from drumline.vendor.transformers import grouped_linear
 
-# Rows float[S, I] and a matrix for each expert, float[E, O, I] → float[S, O].
-Multiply = Callable[[Tensor, Tensor], Tensor]
 # The rows of a product, and how to multiply them → what an adapter adds to it, float[S, O].
 Addition = Callable[[Tensor, Multiply], Tensor]
+
+
+def prepare_experts(base: Any) -> None:
+    """Let `run_experts` compute a module of experts.
+
+    Raises EnvironmentFault if this version of transformers has no grouped products.
+    """
+    from drumline.vendor.transformers import grouped_linear
+
+    # A compiled forward could not import it.
+    base.grouped_linear = grouped_linear
 
 
 def has_inputs_first(base: Any) -> bool:
@@ -35,8 +44,9 @@ def has_inputs_first(base: Any) -> bool:
 def run_experts(base: Any, additions: Mapping[str, Addition], *inputs: Tensor) -> Tensor:
     """Return what a module of experts computes, with additions to its products.
 
-    `base`: the module, of a class that `blocks.takes_adapters` knows. `additions`: the name of one of its
-    tensors → what is added to the product with it. `inputs`: those of the module's own forward.
+    `base`: the module, prepared, of a class that `blocks.takes_adapters` knows. `additions`: the
+    name of one of its tensors → what is added to the product with it. `inputs`: those of the
+    module's own forward.
     """
     if type(base).__name__ in GETS_EQUAL_ROWS:
         return _run_equal(base, additions, *inputs)
@@ -60,14 +70,14 @@ def _run_grouped(
     expert_S = chosen_S[order_S]
     load_E = count_choices(chosen_Nk, base.num_experts)
     ends_E = load_E.cumsum(0, dtype=torch.int32)
-    multiply = partial(_grouped_product, ends_E)
+    multiply = partial(_grouped_product, base.grouped_linear, ends_E)
 
     def product(name: str, rows: Tensor) -> Tensor:
         """Return the product of the rows with the tensor `name`, its bias and additions."""
         result = _product(base, additions, name, multiply, rows)
         if base.has_bias:
             bias_EO = getattr(base, f"{name}_bias")
-            result = result + bias_EO[expert_S]
+            result = result + bias_EO[expert_S].to(result.dtype)
         return result
 
     rows_SD = hidden_ND[order_S // experts_per_token]
@@ -99,23 +109,29 @@ def _product(
     base: Any, additions: Mapping[str, Addition], name: str, multiply: Multiply, rows: Tensor
 ) -> Tensor:
     """Return the product of the rows with the tensor `name` of a module, and its addition."""
-    weight = getattr(base, name)
-    if has_inputs_first(base):
-        weight = weight.transpose(-2, -1)
-    result = multiply(rows, weight)
+    packing = packings_of(base).get(name)
+    is_transposed = has_inputs_first(base)
+    if packing is not None:
+        result = multiply_packed(rows, base, packing, multiply, is_transposed)
+    else:
+        weight = getattr(base, name)
+        if is_transposed:
+            weight = weight.transpose(-2, -1)
+        result = multiply(rows, weight)
     if name in additions:
         added = additions[name](rows, multiply)
         result = result + added.to(result.dtype)
     return result
 
 
-def _grouped_product(ends_E: Tensor, rows_SI: Tensor, weight_EOI: Tensor) -> Tensor:
+def _grouped_product(
+    grouped_linear: Callable[..., Tensor], ends_E: Tensor, rows_SI: Tensor, weight_EOI: Tensor
+) -> Tensor:
     """Return the product of each row with its expert's matrix, float[S, O].
 
-    `ends_E`: the place after each expert's last row.
+    `grouped_linear`: transformers' function. `ends_E`: the place after each expert's last row.
     """
-    product_SO: Tensor = grouped_linear(rows_SI, weight_EOI, ends_E)
-    return product_SO
+    return grouped_linear(rows_SI, weight_EOI, ends_E)
 
 
 def _batched_product(experts: int, rows_SI: Tensor, weight_EOI: Tensor) -> Tensor:

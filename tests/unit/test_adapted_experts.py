@@ -17,7 +17,9 @@ from drumline.config.config import LoRAConfig
 from drumline.errors import DrumlineError, ModelError
 from drumline.models import adapters
 from drumline.models.adapted_experts import from_file_layout, layers_over_experts
+from drumline.models.blocks import expert_modules, find_base_layer
 from drumline.models.load import facts
+from drumline.models.packed import Bits, PackedLinear, pack, packings_of
 from drumline.planner.adapter_size import adapter_size, describe_adapter
 from drumline.planner.derived import with_lora
 from tests.plans import small_config
@@ -93,7 +95,7 @@ def adapted(kind: str, options: LoRAConfig = LORA) -> tuple[Any, Any]:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.1 * torch.randn_like(parameter)
-    return base, model
+    return base, model.eval()
 
 
 def logits(model: Any) -> Tensor:
@@ -235,6 +237,39 @@ def test_a_wrong_merge_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(DrumlineError, match="of expert 0 is not the trained one"):
         adapters.merge(model)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "attention"])
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "llama4_text"])
+def test_packed_experts_compute_with_what_they_unpack_to(
+    kind: str, bits: Bits, targets: Any
+) -> None:
+    options = LoRAConfig(r=4, targets=targets)
+    _, model = adapted(kind, options)
+    quantized = copy.deepcopy(model)
+    compared = 0
+    pack(quantized, bits, torch.float32)
+    for path, module in quantized.named_modules():
+        if isinstance(module, PackedLinear):
+            model.get_submodule(path).weight.data.copy_(module.weight)
+    for path in expert_modules(model):
+        base = find_base_layer(model.get_submodule(path))
+        packed = find_base_layer(quantized.get_submodule(path))
+        for name, packing in packings_of(packed).items():
+            codes = getattr(packed, packing.parameter_name)
+            getattr(base, name).data.copy_(packing.unpacked(torch.float32, codes))
+            compared += 1
+    assert compared > 0
+    expected = logits(model)
+    got = logits(quantized)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    expected.square().mean().backward()
+    got.square().mean().backward()
+    for name, parameter in quantized.named_parameters():
+        if parameter.requires_grad:
+            gradient = model.get_parameter(name).grad
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe"])
