@@ -61,8 +61,8 @@ class LoRAFactors(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the first factor.")
     targets: Literal["attention", "all-linear"] | list[str] = Field(
         "all-linear",
-        description="Linear layers that get an adapter: all of the blocks, those of attention, or the ends of names. Layers of a vision"
-        " tower, the embedding and the head must be named.",
+        description="What gets an adapter: all linear layers of the blocks and a mixture's experts, the layers of attention, or what has"
+        " these ends of names. Layers of a vision tower, the embedding and the head must be named; routers stay frozen.",
     )
 
 

@@ -10,7 +10,8 @@ dimension. There are two cases:
   results are summed.
 
 An expert's rows are computed by the forward of the module's own class in transformers: by grouped
-products if these run, otherwise in a loop.
+products if these run, otherwise in a loop. Adapters over experts (models.adapted_experts) keep
+their factors by expert, which are cut in the same way.
 
 Shapes: N tokens of a rank, k experts chosen for each, S = N·k choices that the rank sends, A rows
 that its experts compute, R ranks, E experts, D the size of hidden states.
@@ -18,7 +19,7 @@ that its experts compute, R ranks, E experts, D the size of hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from drumline.models.blocks import expert_modules
+from drumline.models.blocks import expert_holders, expert_modules, find_base_layer
 from drumline.models.containers import product_dtype
+from drumline.models.packed import packings_of
+from drumline.models.router import count_choices
 from drumline.vendor.torch import all_to_all_single_autograd
 
 
@@ -44,16 +47,19 @@ def apply_experts(
 ) -> None:
     """Cut the experts of a module evenly over the ranks of `mesh` (one dimension), in place.
 
+    `module`: one of `expert_modules`, with the adapters around the experts if there are any.
     `shares_tokens`: whether all ranks have the same tokens. `averaged_over`: what gradients are
     divided by. An expert's gradient is a sum over all ranks that send tokens to it; if these are
     data ranks, whose gradients are averaged, the sum has to be divided.
     """
-    inner = module.forward
-    experts_per_rank = module.num_experts // mesh.size()
-    for name, whole in list(module._parameters.items()):
-        placed = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
-    module.num_experts = experts_per_rank
+    base = find_base_layer(module)
+    experts_per_rank = base.num_experts // mesh.size()
+    holders = expert_holders(module)
+    for holder in holders:
+        for name, whole in list(holder._parameters.items()):
+            placed = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+            holder.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
+    base.num_experts = experts_per_rank
 
     def local_part(weight: Any) -> Tensor:
         """Return this rank's experts of a weight, whose gradient is divided for the average."""
@@ -62,7 +68,7 @@ def apply_experts(
             part.register_hook(lambda gradient: gradient / averaged_over)
         return part
 
-    compute = forward_with_replaced_weights(module, inner, local_part)
+    compute = _with_replaced_holders(module.forward, holders, local_part)
 
     def run(rows_AD: Tensor, expert_A: Tensor) -> Tensor:
         """Return the output of each row's expert, float[A, D].
@@ -103,11 +109,13 @@ def cast_experts_under_autocast(model: nn.Module) -> None:
     """Let experts multiply in the type of autocast, as linear layers do, in place.
 
     Autocast does not know torch's grouped products, which would multiply fp32 weights in fp32, one
-    expert after another. Call it before experts are cut: a cast is of a rank's own experts.
+    expert after another. Call it before experts are cut: a cast is of a rank's own experts. Packed
+    experts unpack in that type by themselves.
     """
     for name in expert_modules(model):
         module: Any = model.get_submodule(name)
-        module.forward = forward_with_replaced_weights(module, module.forward, _cast_for_products)
+        holders = [holder for holder in expert_holders(module) if not packings_of(holder)]
+        module.forward = _with_replaced_holders(module.forward, holders, _cast_for_products)
 
 
 def _cast_for_products(weight: Tensor) -> Tensor:
@@ -123,11 +131,21 @@ def is_expert_shard(parameter: Any) -> bool:
     return "ep" in names
 
 
-def count_choices(chosen_Nk: Tensor, experts: int) -> Tensor:
-    """Return how many choices fall on each expert, int64[E]."""
-    chosen_S = chosen_Nk.flatten()
-    load_E = torch.zeros(experts, dtype=chosen_S.dtype, device=chosen_S.device)
-    return load_E.index_add_(0, chosen_S, torch.ones_like(chosen_S))
+def cut_expert_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that compute experts, with the adapters around them, once they are cut.
+
+    `expert_modules` finds them before that.
+    """
+    layers: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module in inside:
+            continue
+        own = find_base_layer(module)._parameters.values()
+        if any(is_expert_shard(parameter) for parameter in own):
+            layers.append(module)
+            inside.update(module.modules())
+    return layers
 
 
 class _LocalExperts(NamedTuple):
@@ -205,6 +223,15 @@ class _LocalExperts(NamedTuple):
         """Return a tensor that is the same on all ranks, with its gradient summed over them."""
         placed = DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
         return placed.to_local(grad_placements=[Partial()])
+
+
+def _with_replaced_holders(
+    forward: Callable[..., Any], holders: Iterable[nn.Module], change: Callable[[Any], Tensor]
+) -> Callable[..., Any]:
+    """Return `forward_with_replaced_weights` of several modules at once."""
+    for holder in holders:
+        forward = forward_with_replaced_weights(holder, forward, change)
+    return forward
 
 
 def forward_with_replaced_weights(

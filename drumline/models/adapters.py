@@ -9,6 +9,9 @@ B starts at zero, so a fresh adapter does not change what the model computes. Th
 DoRA's lengths of rows, PiSSA's factors (whose product is subtracted from the base layer) and
 trained rows of tokens. The first values of these three are computed from a whole weight
 (`derive_first_values`), also if a rank has only a part of it.
+
+The experts of a mixture lie in tensors [experts, …], over which PEFT has layers of another kind
+(models.adapted_experts).
 """
 
 from __future__ import annotations
@@ -36,9 +39,16 @@ from drumline.config.registry import nearest
 from drumline.dist.seeds import derive, use_seed
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import require_package
-from drumline.models.blocks import blocks, embedding_and_head, find_base_layer, is_head_tied
+from drumline.models.blocks import (
+    blocks,
+    embedding_and_head,
+    expert_modules,
+    find_base_layer,
+    is_head_tied,
+    takes_adapters,
+)
 from drumline.models.classes import ends_in_hidden_states, reads_images
-from drumline.models.packed import PackedLinear
+from drumline.models.packed import PackedLinear, PackedTensor, packings_of
 from drumline.models.scores import extra_heads
 from drumline.plan.facts import has_ending
 
@@ -56,6 +66,8 @@ FACTOR = re.compile(
 )
 # The end of the name of any parameter of an adapter: a factor, or trained rows of tokens.
 TRAINED = re.compile(FACTOR.pattern + r"|\.trainable_tokens_delta\.[^.]+$")
+# Of experts that are layers of their own, as in transformers 4.
+NUMBERED_EXPERT = re.compile(r"\.experts\.\d+\.")
 WHERE = "adapter.targets"
 FILE = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -71,9 +83,10 @@ UNMERGED = "drumline export RUN --to FOLDER --adapter writes the adapter by itse
 
 
 def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) -> list[str]:
-    """Return the full names of the layers that get an adapter, in the model's order.
+    """Return the full names of what gets an adapter, in the model's order.
 
-    These are linear layers of the blocks, and embedding and head where the targets name them.
+    These are linear layers of the blocks, embedding and head where the targets name them, and after
+    the layers the tensors of a mixture's experts.
     `trained`: names of parameters that are trained whole, whose layers get no adapter.
     Raises ModelError if a target names no layer.
     """
@@ -82,16 +95,33 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
     ends = _ends_of_vocabulary(model)
     trained_whole = set(trained)
     candidates = _drop_trained_layers(model, linear_layers, trained_whole)
-    if not candidates:
+    experts = [name for name in _expert_tensors(model) if name not in trained_whole]
+    if not candidates and not experts:
         what = f"{type(model).__name__} has no linear layers in its blocks"
         raise ModelError(what, where=WHERE, fix="use adapter=none for this model")
     if adapter.targets == "all-linear":
-        return list(candidates)
+        return [*candidates, *experts]
     if adapter.targets == "attention":
         return _layers_of_attention(model, candidates)
     candidates |= _drop_trained_layers(model, ends, trained_whole)
-    all_layers = linear_layers | ends
-    return _layers_by_endings(model, adapter.targets, candidates, all_layers)
+    all_layers = [*linear_layers, *ends, *_expert_tensors(model)]
+    return _layers_by_endings(model, adapter.targets, [*candidates, *experts], all_layers)
+
+
+def _expert_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return name → tensor of a mixture's experts, with a matrix for each of them.
+
+    Those of classes that `models.expert_layers` does not know are left out.
+    """
+    found = {}
+    for path in expert_modules(model):
+        module = model.get_submodule(path)
+        if not takes_adapters(module):
+            continue
+        for name, tensor in module.named_parameters(path, recurse=False):
+            if tensor.ndim == 3:
+                found[name] = tensor
+    return found
 
 
 def _drop_trained_layers(
@@ -110,8 +140,9 @@ def _drop_trained_layers(
 def _linear_layers(model: Any, with_tower: bool) -> dict[str, Any]:
     """Return name → linear layer (also GPT-2's Conv1D) of the blocks.
 
-    If a model declares no blocks these are all linear layers but its head. `with_tower`: whether
-    the layers of a vision tower are included. They only get adapters if a user names layers.
+    If a model declares no blocks these are all linear layers but its head. Routers of experts are
+    left out: they stay frozen. `with_tower`: whether the layers of a vision tower are included.
+    They only get adapters if a user names layers.
     """
     from drumline.vendor.transformers import Conv1D
 
@@ -123,6 +154,9 @@ def _linear_layers(model: Any, with_tower: bool) -> dict[str, Any]:
     has_tower = getattr(model.config, "vision_config", None) is not None
     if has_tower and not with_tower:
         inside &= {id(module) for module in model.get_decoder().modules()}
+    for module in model.modules():
+        if "Router" in type(module).__name__:
+            inside -= {id(part) for part in module.modules()}
     found = {}
     for name, module in model.named_modules():
         if id(module) in inside and isinstance(module, nn.Linear | Conv1D):
@@ -159,12 +193,15 @@ def _layers_by_endings(
 ) -> list[str]:
     """Return the names of candidates with one of the endings, in the model's order.
 
-    `all_layers`: the candidates and the layers that are trained whole. Raises ModelError for an
-    ending that no candidate has.
+    `all_layers`: the candidates and the layers that are trained whole. An ending that layers and
+    tensors of experts have (`down_proj`) means the layers; `experts.down_proj` means the experts.
+    Raises ModelError for an ending that no candidate has.
     """
+    experts = _expert_tensors(model).keys()
     chosen: set[str] = set()
     for ending in endings:
         with_ending = {name for name in candidates if has_ending(name, ending)}
+        with_ending = with_ending - experts or with_ending
         chosen |= with_ending
         if with_ending:
             continue
@@ -179,15 +216,16 @@ def _layers_by_endings(
         if guess:
             fix = f"did you mean {guess}?"
         raise ModelError(what, where=WHERE, fix=fix)
-    return [name for name, _ in model.named_modules() if name in chosen]
+    in_order = [name for name, _ in model.named_modules() if name in chosen]
+    return in_order + [name for name in candidates if name in chosen & experts]
 
 
 def find_targets(model: Any, adapter: LoRAConfig) -> tuple[dict[str, list[str]], set[str]]:
-    """Return the names of each adapter's layers, and of the parameters that are trained whole.
+    """Return what each adapter is laid on, and the names of the parameters that are trained whole.
 
-    The model may lie on the meta device, and PEFT need not be installed.
+    The former are names of layers and of tensors of experts. The model may lie on the meta device, and PEFT need not be installed.
     Raises ModelError for a layer, module or token that the model does not have, and for what an
-    embedding or a head cannot get.
+    embedding, a head or experts cannot get.
     """
     trained = _parameters_below(model, adapter.modules_to_save)
     names = {NAME: target_names(model, adapter, trained)}
@@ -195,11 +233,40 @@ def find_targets(model: Any, adapter: LoRAConfig) -> tuple[dict[str, list[str]],
         names[adapter_name] = target_names(model, options, trained)
     _require_rows(model, adapter.trainable_tokens)
     _require_ends(model, adapter, names)
+    _require_plain_experts(model, adapter, names)
     return names, trained
 
 
+def _require_plain_experts(
+    model: nn.Module, adapter: LoRAConfig, names: dict[str, list[str]]
+) -> None:
+    """Raise ModelError for DoRA, PiSSA or several adapters over different tensors of experts.
+
+    PEFT has none of these over tensors. `names`: the layers and tensors of each adapter.
+    """
+    tensors = _expert_tensors(model).keys()
+    sets = []
+    for chosen in names.values():
+        experts = {name for name in chosen if name in tensors}
+        if experts:
+            sets.append(experts)
+    if not sets:
+        return
+    instead = "name the layers, without experts: adapter.targets=attention, or a list"
+    if adapter.dora:
+        what = "PEFT has no DoRA over the experts of a mixture, which these targets include"
+        raise ModelError(what, where="adapter.dora", fix=f"{instead}; or dora=false")
+    if adapter.init != "zero":
+        what = "PEFT has no PiSSA over the experts of a mixture, which these targets include"
+        raise ModelError(what, where="adapter.init", fix=f"{instead}; or init=zero")
+    if any(experts != sets[0] for experts in sets):
+        what = "PEFT wants all adapters over experts to be over the same of their tensors"
+        fix = "let each adapter name the same tensors of experts, or none"
+        raise ModelError(what, where="adapter.more", fix=fix)
+
+
 def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
-    """Inject adapters into the layers of `find_targets`, and freeze all else.
+    """Inject adapters into what `find_targets` names, and freeze all else.
 
     `modules_to_save` and heads that no language model has (scores, values, classes) stay fully
     trainable. The values depend on `seed` and the weights alone, not on the number of ranks. A
@@ -247,6 +314,9 @@ def _inject_layers(
     """
     from peft import LoraConfig, inject_adapter_in_model
 
+    from drumline.models.adapted_experts import adopt_layers
+
+    tensors = _expert_tensors(model).keys()
     adapted: set[str] = set()
     for chosen in names.values():
         adapted.update(chosen)
@@ -257,16 +327,20 @@ def _inject_layers(
         options: LoRAFactors = adapter
         if not is_first:
             options = adapter.more[adapter_name]
-        layer_classes = {type(model.get_submodule(name)).__name__ for name in chosen}
+        layers = [name for name in chosen if name not in tensors]
+        experts = [name for name in chosen if name in tensors]
+        layer_classes = {type(model.get_submodule(name)).__name__ for name in layers}
         peft_configs[adapter_name] = LoraConfig(
             r=options.r,
             lora_alpha=_to_int_if_whole(options.alpha),
             use_rslora=options.rslora,
             use_dora=is_first and adapter.dora,
-            lora_dropout=options.dropout,
-            target_modules=_shorten_names(model, chosen),
+            # PEFT wants none over tensors: `_set_dropout` sets it afterwards.
+            lora_dropout=0.0 if experts else options.dropout,
+            target_modules=_shorten_names(model, layers),
+            target_parameters=_shorten_tensor_names(model, experts) or None,
             trainable_token_indices=token_rows if is_first else None,
-            fan_in_fan_out=layer_classes <= {"Conv1D"},
+            fan_in_fan_out=layer_classes == {"Conv1D"},
             task_type="CAUSAL_LM",
         )
     # PEFT draws first values, which `inject` replaces: `use_seed` keeps the run's random state.
@@ -280,6 +354,19 @@ def _inject_layers(
             inject_adapter_in_model(
                 peft_config, model, adapter_name=adapter_name, low_cpu_mem_usage=is_on_meta
             )
+    adopt_layers(model)
+    _set_dropout(model, adapter)
+
+
+def _set_dropout(model: nn.Module, adapter: LoRAConfig) -> None:
+    """Give each layer of PEFT's the dropout that its adapters have in the config."""
+    rates = {NAME: adapter.dropout}
+    for adapter_name, options in adapter.more.items():
+        rates[adapter_name] = options.dropout
+    for _, layer in _peft_layers(model):
+        for adapter_name in getattr(layer, "lora_dropout", {}):
+            if rates[adapter_name]:
+                layer.lora_dropout[adapter_name] = nn.Dropout(rates[adapter_name])
 
 
 def _fill_from_weights(model: Any) -> None:
@@ -332,12 +419,15 @@ def layers_derived_from_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (name, layer) of each layer whose first values are computed from a whole weight.
 
     The layer is one of PEFT's, whose base layer has the weight, or a packed layer without an
-    adapter. Of two layers that share a weight only one is yielded.
+    adapter. For packed tensors of experts it is a `PackedTensor`, and the name that of the module
+    that holds it. Of two layers that share a weight only one is yielded.
     """
     tuned = {layer for _, layer in _peft_layers(model)}
     if not tuned:
         return
     for path, layer in model.named_modules():
+        for packing in packings_of(layer).values():
+            yield path, packing
         is_packed = isinstance(find_base_layer(layer), PackedLinear)
         if layer in tuned:
             if _begins_from_weight(layer, is_packed):
@@ -360,20 +450,28 @@ def borrowed_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parame
     """Yield (layer, parameter) for each parameter that is used by a module that does not own it.
 
     DoRA's magnitudes use the weights of the base layer and of A. Rows of tokens and the factors of
-    an embedding are owned by dictionaries of parameters.
+    an embedding are owned by dictionaries of parameters. The layer around a mixture's experts uses
+    all tensors within.
     """
+    for _, layer in _layers_of_experts(model):
+        for parameter in layer.parameters():
+            yield layer, parameter
     for _, layer in _peft_layers(model):
-        if hasattr(layer, "token_indices"):
-            for parameter in layer.parameters():
-                yield layer, parameter
-        for factors in ("lora_embedding_A", "lora_embedding_B"):
-            for parameter in getattr(layer, factors, {}).values():
-                yield layer, parameter
+        for parameter in _parameters_in_dictionaries(layer):
+            yield layer, parameter
         for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():
             for parameter in layer.get_base_layer().parameters():
                 yield magnitude, parameter
             for parameter in layer.lora_A.parameters():
                 yield magnitude, parameter
+
+
+def _parameters_in_dictionaries(layer: Any) -> Iterator[nn.Parameter]:
+    """Yield the parameters of one of PEFT's layers that dictionaries of parameters own."""
+    if hasattr(layer, "token_indices"):
+        yield from layer.parameters()
+    for factors in ("lora_embedding_A", "lora_embedding_B"):
+        yield from getattr(layer, factors, {}).values()
 
 
 def derive_first_values(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -392,6 +490,8 @@ def derive_first_values(layer: Any, weight: torch.Tensor) -> dict[str, torch.Ten
         return values
     if isinstance(layer, PackedLinear):
         return {"packed": layer.pack_weight(weight)}
+    if isinstance(layer, PackedTensor):
+        return {layer.parameter_name: layer.pack_weight(weight)}
     return _first_factors(layer, weight)
 
 
@@ -508,7 +608,9 @@ def first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
     values = torch.zeros(shape)
     generator = torch.Generator().manual_seed(derive(seed, "adapter", name))
     if ".lora_A." in name:
-        nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+        # That of experts has a matrix for each of them.
+        rows = values.view(-1, values.shape[-1])
+        nn.init.kaiming_uniform_(rows, a=math.sqrt(5), generator=generator)
     elif ".lora_embedding_B." in name:
         nn.init.normal_(values, generator=generator)
     return values
@@ -554,11 +656,14 @@ def merge(model: Any) -> None:
     _untie_adapted_ends(model)
     # A list, since the loop puts base layers in the places of adapted ones.
     for name, layer in list(_peft_layers(model)):
-        if not _is_mergeable(layer):
+        is_inside_another = _is_over_experts(layer) and name.endswith(".base_layer")
+        if is_inside_another or not _is_mergeable(layer):
             continue
         base: Any = layer.get_base_layer()
         if hasattr(layer, "token_indices"):
             _merge_layer(name, layer)
+        elif _is_over_experts(layer):
+            _merge_experts(name, layer)
         else:
             dtype = base.weight.dtype
             layer.eval().double()
@@ -593,7 +698,22 @@ def _is_mergeable(layer: Any) -> bool:
         return True
     if not is_tuned(layer):
         return False
-    return isinstance(layer.get_base_layer(), nn.Linear | nn.Embedding | Conv1D)
+    base = layer.get_base_layer()
+    return isinstance(base, nn.Linear | nn.Embedding | Conv1D) or _is_over_experts(layer)
+
+
+def _is_over_experts(layer: nn.Module) -> bool:
+    """Return whether a layer of PEFT's is over a tensor of experts."""
+    from drumline.models.adapted_experts import AdaptedExperts
+
+    return isinstance(layer, AdaptedExperts)
+
+
+def _layers_of_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, layer) of PEFT's outermost layer around each layer of experts."""
+    for name, layer in _peft_layers(model):
+        if _is_over_experts(layer) and not name.endswith(".base_layer"):
+            yield name, layer
 
 
 def _merge_layer(name: str, layer: Any) -> None:
@@ -602,6 +722,42 @@ def _merge_layer(name: str, layer: Any) -> None:
         layer.merge(safe_merge=True)
     except ValueError as error:
         raise ModelError(f"the adapter of {name} cannot be merged: {error}", where=WHERE) from None
+
+
+def _merge_experts(name: str, layer: Any) -> None:
+    """Add the adapters over a layer of experts to its tensors, one expert at a time.
+
+    Raises ModelError for an adapter that is not finite, and DrumlineError for a merged matrix that
+    is not the trained one.
+    """
+    from drumline.models.adapted_experts import (
+        layers_over_experts,
+        merge_expert,
+        products_of_expert,
+    )
+    from drumline.models.expert_layers import has_inputs_first
+
+    layer.eval()
+    base = layer.get_base_layer()
+    for over_tensor in layers_over_experts(layer):
+        tensor = getattr(base, over_tensor.parameter_name)
+        for expert in range(len(tensor)):
+            what = f"{name}.{over_tensor.parameter_name} of expert {expert}"
+            merged = merge_expert(over_tensor, expert)
+            if not bool(merged.isfinite().all()):
+                raise ModelError(f"the adapter of {what} is not finite", where=WHERE)
+            matrix = tensor[expert]
+            if has_inputs_first(base):
+                matrix = matrix.T
+            signs = _signs(matrix.shape[1])
+            # Before the merge, which changes the tensor in place.
+            products = products_of_expert(over_tensor, expert, signs)
+            tensor[expert] = merged
+            weight = matrix.double()
+            sizes = weight.abs().sum(1)
+            _require_rounding(
+                what, signs @ weight.T, products, sizes, matrix.shape[1], tensor.dtype
+            )
 
 
 def _signs(width: int) -> torch.Tensor:
@@ -644,7 +800,6 @@ def _require_same_products(name: str, base: Any, products: torch.Tensor) -> None
     entries below that number.
     """
     dtype = base.weight.dtype
-    limits = torch.finfo(dtype)
     base.double()
     merged = _products(base, base)
     weight = base.weight
@@ -654,13 +809,31 @@ def _require_same_products(name: str, base: Any, products: torch.Tensor) -> None
         inputs_dim = 1
     # Gemma's embedding multiplies what it looks up.
     scale = float(getattr(base, "embed_scale", 1.0))
-    sizes = weight.abs().sum(inputs_dim)
-    smallest = limits.tiny * weight.shape[inputs_dim]
-    # `eps` is the distance of 1 to the next number, twice the unit of roundoff.
-    allowed = 1.5 * limits.eps / 2 * sizes + smallest
-    differences = (merged - products).abs()
-    worst = float((differences / (allowed * scale)).max())
+    sizes = weight.abs().sum(inputs_dim) * scale
+    inputs = weight.shape[inputs_dim] * scale
     base.to(dtype)
+    _require_rounding(name, merged, products, sizes, inputs, dtype)
+
+
+def _require_rounding(
+    name: str,
+    merged: torch.Tensor,
+    products: torch.Tensor,
+    sizes: torch.Tensor,
+    inputs: float,
+    dtype: torch.dtype,
+) -> None:
+    """Raise DrumlineError if products with a merged weight are further off than by its rounding.
+
+    `merged`, `products`: of the merged weight and of the adapted layer, fp64[PROBES, out]. `sizes`:
+    the sum of |w| over the inputs of each output. `inputs`: how many there are. `dtype`: the
+    weight's type.
+    """
+    limits = torch.finfo(dtype)
+    # `eps` is the distance of 1 to the next number, twice the unit of roundoff.
+    allowed = 1.5 * limits.eps / 2 * sizes + limits.tiny * inputs
+    differences = (merged - products).abs()
+    worst = float((differences / allowed).max())
     # Not `worst > 1`, which NaN would pass.
     if not worst <= 1:
         what = (
@@ -708,13 +881,12 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
     # PEFT's names are those within a PeftModel, which has the model as base_model.model.
     state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
     options = model.peft_config[NAME]
-    _warn_of_misread_targets(model, options)
+    _name_targets_for_peft(model, options)
     whole = _names_trained_whole(model)
     if whole:
         # PEFT keeps whole modules under the names that they have in the model.
-        for name, tensor in model.state_dict().items():
-            if name in whole:
-                state[name] = tensor
+        values = model.state_dict()
+        state |= {name: values[name] for name in values.keys() & whole}
         _name_whole_modules(model, options, whole)
     if _began_in_base_layer(model):
         state = _join_first_factors(model, state)
@@ -727,6 +899,8 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
     states = {NAME: state}
     for adapter_name in model.peft_config.keys() - {NAME}:
         states[adapter_name] = _factors_of(model, adapter_name)
+    for tensors in states.values():
+        _reorder_experts(model, tensors)
     # PEFT would leave out a tensor under an unknown name silently.
     adapter_parameters = [name for name, _ in model.named_parameters() if is_adapter(name)]
     trained = len(whole) + len(adapter_parameters)
@@ -749,9 +923,21 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
         save_file(copies, target / FILE, metadata={"format": "pt"})
 
 
-def _warn_of_misread_targets(model: Any, options: Any) -> None:
-    """Warn of targets that PEFT, reading these files, would take for a mixture's experts."""
+def _name_targets_for_peft(model: Any, options: Any) -> None:
+    """Name targets so that PEFT, reading these files, takes none for a mixture's experts.
+
+    It would do so by the names of linear layers (`gate_proj`). A linear layer that is named by its
+    weight has the same factors, and no old name. Warns if that is not possible: PEFT has neither
+    DoRA over a weight nor several adapters over different weights.
+    """
     misread = _targets_taken_for_experts(options, model)
+    if misread and not options.use_dora and len(model.peft_config) == 1:
+        by_weight = {f"{name}.weight" for name in misread}
+        options.target_parameters = sorted(by_weight | set(options.target_parameters or ()))
+        options.target_modules = set(options.target_modules) - set(misread)
+        # PEFT refuses it over weights. Whoever loads the adapter does not drop anything.
+        options.lora_dropout = 0.0
+        misread = []
     if misread:
         logger.warning(
             "PEFT itself would take the targets %s for the experts of %s"
@@ -760,6 +946,23 @@ def _warn_of_misread_targets(model: Any, options: Any) -> None:
             ", ".join(misread),
             model.config.model_type,
         )
+
+
+def _reorder_experts(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Replace the factors of experts by what PEFT's files have, in place.
+
+    `tensors`: those of one adapter, by PEFT's names in files.
+    """
+    from drumline.models.adapted_experts import layers_over_experts, to_file_layout
+
+    for path, outermost in _layers_of_experts(model):
+        for depth, layer in enumerate(layers_over_experts(outermost)):
+            name_a = f"{path}{'.base_layer' * depth}{_drop_adapter_name(A)}"
+            name_b = f"{path}{'.base_layer' * depth}{_drop_adapter_name(B)}"
+            if name_a in tensors:
+                file_a, file_b = to_file_layout(layer, tensors[name_a], tensors[name_b])
+                tensors[name_a] = file_a
+                tensors[name_b] = file_b
 
 
 def _names_trained_whole(model: Any) -> set[str]:
@@ -825,9 +1028,11 @@ def load_adapters(base: Any, folder: Path, all_of_them: bool = True) -> Any:
     """
     from peft import PeftModel
 
+    from drumline.models.adapted_experts import adopt_layers
+
     targets: contextlib.AbstractContextManager[None] = _keep_named_targets()
-    if _adapts_experts(folder):
-        # Another tool trained the experts, which PEFT's conversion finds.
+    if _numbers_experts(folder):
+        # It was trained with transformers 4, whose experts PEFT's conversion finds.
         targets = contextlib.nullcontext()
     with warnings.catch_warnings(), targets:
         warnings.simplefilter("ignore", FutureWarning)  # PEFT uses old names of transformers
@@ -843,17 +1048,18 @@ def load_adapters(base: Any, folder: Path, all_of_them: bool = True) -> Any:
         if extra_folders:
             names = [extra_folder.name for extra_folder in extra_folders]
             model.base_model.set_adapter([NAME, *names])
+    adopt_layers(model)
     return model.eval()
 
 
-def _adapts_experts(folder: Path) -> bool:
-    """Return whether an adapter of another tool has factors for the experts of a mixture."""
+def _numbers_experts(folder: Path) -> bool:
+    """Return whether an adapter has factors for experts that are layers of their own, by number."""
     path = folder / FILE
     if not path.is_file():
         return False
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - not a dictionary
-            if "experts" in name.split("."):
+            if NUMBERED_EXPERT.search(name):
                 return True
     return False
 
@@ -1092,4 +1298,22 @@ def _shorten_names(model: nn.Module, names: list[str]) -> list[str]:
             meant.add(name)
     if meant == set(names):
         return last_names
+    return names
+
+
+def _shorten_tensor_names(model: nn.Module, names: list[str]) -> list[str]:
+    """Return the ends of the names of experts' tensors, such as `experts.gate_up_proj`.
+
+    If these mean other tensors, too, the result has the full names.
+    """
+    endings = set()
+    for name in names:
+        _, owner, own_name = name.rsplit(".", 2)
+        endings.add(f"{owner}.{own_name}")
+    meant = set()
+    for name, _ in model.named_parameters():
+        if any(has_ending(name, ending) for ending in endings):
+            meant.add(name)
+    if meant == set(names):
+        return sorted(endings)
     return names

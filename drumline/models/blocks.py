@@ -379,7 +379,10 @@ def _styles_by_layer(model: Any) -> dict[int, str]:
     The styles are those of engine.tensor_parallel. Embedding and head are always cut by the
     vocabulary, and experts by their number, whether a plan names them or not.
     """
-    experts = {id(model.get_submodule(name)): "experts" for name in expert_modules(model)}
+    experts: dict[int, str] = {}
+    for name in expert_modules(model):
+        for holder in expert_holders(model.get_submodule(name)):
+            experts[id(holder)] = "experts"
     if reads_images(model):
         return experts
     plan = tensor_plan(model)
@@ -509,8 +512,38 @@ def blocks_in_a_row(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def expert_modules(model: nn.Module) -> list[str]:
-    """Return the names of modules that hold all experts of a layer, each tensor [experts, …]."""
-    return [name for name, module in model.named_modules() if _holds_experts(module)]
+    """Return the names of modules that compute all experts of a layer.
+
+    Such a module holds tensors [experts, …]. If it has adapters, it is the outermost module of
+    these.
+    """
+    names: list[str] = []
+    for name, module in model.named_modules():
+        is_inside_another = bool(names) and name.startswith(f"{names[-1]}.")
+        if not is_inside_another and _holds_experts(find_base_layer(module)):
+            names.append(name)
+    return names
+
+
+def expert_holders(layer: nn.Module) -> list[Any]:
+    """Return the modules that hold tensors [experts, …], for one of `expert_modules`.
+
+    These are the module of the experts' own weights and those of the factors of adapters.
+    """
+    return [module for module in layer.modules() if _holds_experts(module)]
+
+
+# Classes whose experts get the rows of one expert after another, as many for each. They have the
+# inputs of their tensors first, and do not say so.
+GETS_EQUAL_ROWS = ("Llama4TextExperts",)
+
+
+def takes_adapters(base: nn.Module) -> bool:
+    """Return whether `models.expert_layers` can compute a module of experts and their adapters.
+
+    It knows the classes that transformers computes by grouped products, and GETS_EQUAL_ROWS.
+    """
+    return hasattr(base, "is_concatenated") or type(base).__name__ in GETS_EQUAL_ROWS
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -608,10 +641,13 @@ def is_head_tied(model: Any) -> bool:
 def find_base_layer(module: nn.Module) -> Any:
     """Return the layer beneath its adapters; a layer without adapters itself.
 
-    Trainable rows of tokens may be an adapter over another one.
+    Trainable rows of tokens may be an adapter over another one, and the experts of a mixture have
+    an adapter for each of their tensors, one inside the other.
     """
-    adapted = module._modules.get("token_adapter") or module
-    return getattr(adapted, "base_layer", adapted)
+    layer: Any = module._modules.get("token_adapter") or module
+    while hasattr(layer, "base_layer"):
+        layer = layer.base_layer
+    return layer
 
 
 def cut_layers(module: nn.Module, style: str) -> list[nn.Module]:

@@ -15,6 +15,8 @@ A product unpacks the weight in the type that it computes in, and backward unpac
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -23,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from drumline.models.blocks import blocks
+from drumline.models.blocks import blocks, expert_modules, find_base_layer, takes_adapters
 from drumline.models.containers import product_dtype
 from drumline.plan.facts import is_packable
 
@@ -32,6 +34,9 @@ BLOCK = 64
 # Scales of a 4-bit weight that share another scale; entries of an 8-bit weight that share a scale.
 GROUP = 256
 LARGEST_INT8 = 127
+# Blocks that are packed or unpacked at once: the fp32 copies of all experts of a layer would take
+# gigabytes.
+ROWS_AT_ONCE = 2**18
 # Replaces the scale of a block of zeros as a divisor.
 SMALLEST_SCALE = 1e-30
 # The 16 values of NormalFloat, sorted, as bitsandbytes has them: a weight's code is a place in this
@@ -42,59 +47,48 @@ CODES = (
     0.7229568362236023, 1.0,
 )  # fmt: skip
 Bits = Literal["4bit", "8bit"]
+# Rows float[S, I] and a matrix for each expert, float[E, O, I] → float[S, O].
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class PackedLinear(nn.Module):
-    """A linear layer (or GPT-2's Conv1D) whose weight [R, C] is packed.
+class PackedTensor:
+    """How a weight is packed: its bits, its shape and its scales. It has no codes.
 
-    `packed`: the codes, a frozen parameter [R, C × bits / 8 / bytes of an entry]. It is on the meta
-    device until it is filled with the result of `pack_weight`.
+    `name`: of the weight in its module. `shape`: [R, C], or [E, R, C] of a mixture's experts.
     """
 
-    def __init__(self, layer: Any, bits: Bits, storage: torch.dtype) -> None:
-        super().__init__()
+    def __init__(self, name: str, shape: Iterable[int], bits: Bits, storage: torch.dtype) -> None:
+        """`storage`: the type that weights are gathered in, which the codes are stored in."""
+        self.name = name
+        self.shape = torch.Size(shape)
         self.bits: Bits = bits
-        self.bias = layer.bias
-        self.shape = torch.Size(layer.weight.shape)
-        self.has_inputs_first = not isinstance(layer, nn.Linear)
-        if self.has_inputs_first:
-            self.in_features, self.out_features = self.shape
-        else:
-            self.out_features, self.in_features = self.shape
+        self.storage = storage
         # These are no buffers: DDP would send buffers before each step.
         self.scales: tuple[torch.Tensor, ...] = ()
-        rows, columns = self.shape
-        bits_per_entry = int(bits.removesuffix("bit"))
-        packed_width = columns * bits_per_entry // 8 // storage.itemsize
-        empty = torch.empty(rows, packed_width, dtype=storage, device="meta")
-        self.packed = nn.Parameter(empty, requires_grad=False)
-        if not layer.weight.is_meta:
-            codes = self.pack_weight(layer.weight.detach().float())
-            self.packed = nn.Parameter(codes, requires_grad=False)
 
     @property
-    def weight(self) -> torch.Tensor:
-        """The unpacked weight, [R, C] in fp32. DoRA takes the lengths of its rows."""
-        return self.unpacked(torch.float32)
+    def parameter_name(self) -> str:
+        """The name of the parameter that takes the place of the weight."""
+        return f"{self.name}_packed"
+
+    @property
+    def packed_shape(self) -> torch.Size:
+        """The shape of the codes: that of the weight, with fewer columns."""
+        *ahead, columns = self.shape
+        bits_per_entry = int(self.bits.removesuffix("bit"))
+        return torch.Size((*ahead, columns * bits_per_entry // 8 // self.storage.itemsize))
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Pack a whole weight, float[R, C]: keep its scales and return its codes.
-
-        The codes are what `packed` holds over all ranks, in its type.
-        """
+        """Pack a whole weight: keep its scales and return its codes, in the type of storage."""
+        matrix = weight.float().flatten(0, -2)
         if self.bits == "4bit":
-            codes, self.scales = _pack_4bit(weight.float())
+            codes, self.scales = _pack_4bit(matrix)
         else:
-            codes, self.scales = _pack_8bit(weight.float())
-        return codes.view(self.packed.dtype)
+            codes, self.scales = _pack_8bit(matrix)
+        return codes.view(self.storage).view(self.packed_shape)
 
-    def unpacked(self, dtype: torch.dtype, packed: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the unpacked weight, [R, C] in `dtype`.
-
-        `packed`: the codes to unpack; None: those that this layer holds, which must be whole.
-        """
-        if packed is None:
-            packed = self.packed
+    def unpacked(self, dtype: torch.dtype, packed: torch.Tensor) -> torch.Tensor:
+        """Return the unpacked weight in `dtype`. `packed`: its codes, which must be whole."""
         codes = packed.detach().view(torch.uint8)
         # The scales are no buffers, so `model.to(device)` leaves them behind.
         self.scales = tuple(scale.to(codes.device) for scale in self.scales)
@@ -103,14 +97,17 @@ class PackedLinear(nn.Module):
         return self._unpack_4bit(codes, dtype)
 
     def _unpack_8bit(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight of codes, uint8[R, C], as `_pack_8bit` packed it."""
+        """Return the weight of codes, uint8[…, C], as `_pack_8bit` packed it."""
         (scales,) = self.scales
         grouped = codes.view(torch.int8).view(-1, GROUP)
-        values = grouped * scales[:, None]
-        return values.view(self.shape).to(dtype)
+        weight = torch.empty(grouped.shape, dtype=dtype, device=codes.device)
+        for first in range(0, len(grouped), ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
+            weight[rows] = grouped[rows] * scales[rows, None]
+        return weight.view(self.shape)
 
     def _unpack_4bit(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight of codes, uint8[R, C / 2], as `_pack_4bit` packed it."""
+        """Return the weight of codes, uint8[…, C / 2], as `_pack_4bit` packed it."""
         numbers, largest, mean = self.scales
         block_count = len(numbers)
         differences = _dynamic_map(codes.device)[numbers.int()]
@@ -123,10 +120,63 @@ class PackedLinear(nn.Module):
             state = QuantState(scales, self.shape, table, BLOCK, "nf4", dtype)
             weight: torch.Tensor = dequantize_4bit(codes.view(-1, 1), state)
             return weight
-        # One look-up for the two codes of a byte.
-        pairs = _pair_table(codes.device)[codes.flatten().int()]
-        values = pairs.view(-1, BLOCK) * scales[:, None]
-        return values.view(self.shape).to(dtype)
+        bytes_of_blocks = codes.view(block_count, -1)
+        unpacked = torch.empty(block_count, BLOCK, dtype=dtype, device=codes.device)
+        for first in range(0, block_count, ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
+            # One look-up for the two codes of a byte.
+            pairs = _pair_table(codes.device)[bytes_of_blocks[rows].int()]
+            unpacked[rows] = pairs.flatten(1) * scales[rows, None]
+        return unpacked.view(self.shape)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer (or GPT-2's Conv1D) whose weight [R, C] is packed.
+
+    `packed`: the codes, a frozen parameter [R, C × bits / 8 / bytes of an entry]. It is on the meta
+    device until it is filled with the result of `pack_weight`.
+    """
+
+    def __init__(self, layer: Any, bits: Bits, storage: torch.dtype) -> None:
+        super().__init__()
+        self.bias = layer.bias
+        self.shape = torch.Size(layer.weight.shape)
+        self.has_inputs_first = not isinstance(layer, nn.Linear)
+        if self.has_inputs_first:
+            self.in_features, self.out_features = self.shape
+        else:
+            self.out_features, self.in_features = self.shape
+        self.packing = PackedTensor("weight", self.shape, bits, storage)
+        codes = torch.empty(self.packing.packed_shape, dtype=storage, device="meta")
+        if not layer.weight.is_meta:
+            codes = self.pack_weight(layer.weight.detach())
+        self.packed = nn.Parameter(codes, requires_grad=False)
+
+    @property
+    def scales(self) -> tuple[torch.Tensor, ...]:
+        """The scales of the weight, which are no parameters."""
+        return self.packing.scales
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The unpacked weight, [R, C] in fp32. DoRA takes the lengths of its rows."""
+        return self.unpacked(torch.float32)
+
+    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """Pack a whole weight, float[R, C]: keep its scales and return its codes.
+
+        The codes are what `packed` holds over all ranks, in its type.
+        """
+        return self.packing.pack_weight(weight)
+
+    def unpacked(self, dtype: torch.dtype, packed: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the unpacked weight, [R, C] in `dtype`.
+
+        `packed`: the codes to unpack; None: those that this layer holds, which must be whole.
+        """
+        if packed is None:
+            packed = self.packed
+        return self.packing.unpacked(dtype, packed)
 
     @torch.compiler.disable
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -166,9 +216,16 @@ class _Product(torch.autograd.Function):
 def pack(model: Any, bits: Bits, storage: torch.dtype) -> None:
     """Replace each frozen linear layer in the blocks by a `PackedLinear`, also beneath adapters.
 
-    Layers whose shape cannot be packed stay. The packed layer of one on the meta device is to be
-    filled later. `storage`: the type that weights are gathered in.
+    The tensors of a mixture's experts are packed, too (models.packed_experts). What has a shape
+    that cannot be packed stays. What is on the meta device is to be filled later. `storage`: the
+    type that weights are gathered in.
     """
+    for path in expert_modules(model):
+        experts = find_base_layer(model.get_submodule(path))
+        if takes_adapters(experts):
+            from drumline.models.packed_experts import pack_experts
+
+            pack_experts(experts, bits, storage)
     # Embedding and head lie outside of the blocks: they stay as they are.
     for block in blocks(model) or [model]:
         # Lists, since the loops replace children.
@@ -208,7 +265,68 @@ def scales_of(model: nn.Module) -> list[torch.Tensor]:
     for module in model.modules():
         if isinstance(module, PackedLinear):
             scales += module.scales
+        for packing in packings_of(module).values():
+            scales += packing.scales
     return scales
+
+
+def packings_of(module: Any) -> dict[str, PackedTensor]:
+    """Return name of a tensor → how it is packed, for the experts of a mixture; else {}."""
+    packings: dict[str, PackedTensor] = getattr(module, "packings", {})
+    return packings
+
+
+@torch.compiler.disable
+def multiply_packed(
+    rows: torch.Tensor, base: Any, packing: PackedTensor, multiply: Multiply, is_transposed: bool
+) -> torch.Tensor:
+    """Return the product of rows with a packed tensor of experts, in autocast's type or their own.
+
+    `rows`: float[S, I]. `base`: the module of the experts. `multiply`: (rows, float[E, O, I]) →
+    products float[S, O]. `is_transposed`: the tensor is [E, I, O].
+    """
+    dtype = product_dtype(rows)
+    product: torch.Tensor = _ExpertProduct.apply(
+        rows.to(dtype), base, packing, multiply, is_transposed
+    )
+    return product
+
+
+class _ExpertProduct(torch.autograd.Function):
+    """The product of `multiply_packed`. It saves no unpacked tensor for backward.
+
+    Backward takes the codes from the module again, after the strategy has gathered them again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        base: Any,
+        packing: PackedTensor,
+        multiply: Multiply,
+        is_transposed: bool,
+    ) -> torch.Tensor:
+        """Return the products in the type of the rows."""
+        ctx.base = base
+        ctx.packing = packing
+        ctx.multiply = multiply
+        ctx.is_transposed = is_transposed
+        codes = getattr(base, packing.parameter_name)
+        weight = packing.unpacked(rows.dtype, codes)
+        if is_transposed:
+            weight = weight.transpose(-2, -1)
+        return multiply(rows, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of the rows; the tensor is frozen."""
+        codes = getattr(ctx.base, ctx.packing.parameter_name)
+        weight = ctx.packing.unpacked(grad.dtype, codes)
+        if not ctx.is_transposed:
+            weight = weight.transpose(-2, -1)
+        return ctx.multiply(grad.contiguous(), weight), None, None, None, None
 
 
 def _pack_4bit(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -219,7 +337,8 @@ def _pack_4bit(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, 
     """
     device = weight.device
     blocked = weight.reshape(-1, BLOCK)
-    largest = blocked.abs().amax(1)
+    # No copy of the absolute values.
+    largest = torch.linalg.vector_norm(blocked, math.inf, dim=1)
     codes = _nearest_in_table(blocked, largest, _code_table(device))
     # All scales are positive: without their mean they use both signs of the map.
     mean = largest.mean()
@@ -236,10 +355,12 @@ def _pack_4bit(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, 
 def _pack_8bit(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Return codes, int8[R, C], and fp32 scales of a weight, fp32[R, C]."""
     grouped = weight.reshape(-1, GROUP)
-    scales = grouped.abs().amax(1) / LARGEST_INT8
+    scales = torch.linalg.vector_norm(grouped, math.inf, dim=1) / LARGEST_INT8
     divisors = scales.clamp_min(SMALLEST_SCALE)
-    whole_numbers = (grouped / divisors[:, None]).round()
-    codes = whole_numbers.to(torch.int8)
+    codes = torch.empty(grouped.shape, dtype=torch.int8, device=weight.device)
+    for first in range(0, len(grouped), ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
+        codes[rows] = (grouped[rows] / divisors[rows, None]).round()
     return codes.view(weight.shape), (scales,)
 
 
@@ -253,9 +374,12 @@ def _nearest_in_table(
     # An entry is the nearest one between the midpoints to its neighbours.
     midpoints = (table[1:] + table[:-1]) / 2
     divisors = scales.clamp_min(SMALLEST_SCALE)
-    scaled = rows / divisors[:, None]
-    numbers = torch.bucketize(scaled, midpoints, out_int32=True)
-    return numbers.to(torch.uint8)
+    numbers = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        some = slice(first, first + ROWS_AT_ONCE)
+        scaled = rows[some] / divisors[some, None]
+        numbers[some] = torch.bucketize(scaled, midpoints, out_int32=True)
+    return numbers
 
 
 def _pad_to_groups(values: torch.Tensor) -> torch.Tensor:

@@ -86,6 +86,13 @@ def router_loss(
     return coefficient * balance, sums
 
 
+def count_choices(chosen_Nk: torch.Tensor, experts: int) -> torch.Tensor:
+    """Return how many choices fall on each expert, int64[E]."""
+    chosen_S = chosen_Nk.flatten()
+    load_E = torch.zeros(experts, dtype=chosen_S.dtype, device=chosen_S.device)
+    return load_E.index_add_(0, chosen_S, torch.ones_like(chosen_S))
+
+
 def _named_loads(load_E: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the name of each expert's sum → its load."""
     loads = {}

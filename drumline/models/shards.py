@@ -32,12 +32,15 @@ from drumline.errors import ModelError
 from drumline.models import adapters
 from drumline.models.blocks import find_base_layer
 from drumline.models.files import find_file
+from drumline.models.packed import PackedTensor
 from drumline.models.vocabulary import GrownRows, Growth, vocabulary_parameter_ids
 from drumline.vendor.torch import compute_local_shape_and_global_offset
 
 Init = Callable[[nn.Module], None]
 # The beginning of a module's path, up to the number of its block.
 NUMBERED = re.compile(r".*?\.\d+\.")
+# What PEFT's layers add to the name of a tensor beneath them.
+ADAPTED = re.compile(r"(\.base_layer)+\.")
 # The index of a model in several safetensors files, and the file of a model in one.
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -180,8 +183,8 @@ class Values:
         for _, group in groupby(layers, _block_of_path):
             layers_of_block = list(group)
             whole_weights = self._read_whole_weights(layers_of_block, model)
-            for path, layer in layers_of_block:
-                whole_weight = whole_weights[path].to(self.device)
+            for (path, layer), read_weight in zip(layers_of_block, whole_weights, strict=True):
+                whole_weight = read_weight.to(self.device)
                 for name, value in adapters.derive_first_values(layer, whole_weight).items():
                     tensor = to_fill.pop(f"{path}.{name}", None)
                     if tensor is not None:
@@ -189,24 +192,35 @@ class Values:
 
     def _read_whole_weights(
         self, layers: list[tuple[str, Any]], model: nn.Module
-    ) -> dict[str, torch.Tensor]:
-        """Return path of a layer → its base layer's whole weight.
+    ) -> list[torch.Tensor]:
+        """Return the whole weight of each layer's base layer.
 
-        It is read from the source to host memory.
+        They are read from the source to host memory.
         """
-        whole_weights = {}
+        whole_weights = []
         by_file_name = {}
         for path, layer in layers:
-            base = find_base_layer(layer)
-            # A packed layer has the shape of its unpacked weight.
-            shape = getattr(base, "shape", None) or base.weight.shape
-            whole_weights[path] = torch.empty(shape)
-            name = f"{path}.base_layer.weight"
-            if base is layer:
-                name = f"{path}.weight"
-            by_file_name[file_name(name)] = whole_weights[path]
+            own_name, shape = _weight_of_layer(layer)
+            whole_weight = torch.empty(shape)
+            whole_weights.append(whole_weight)
+            by_file_name[file_name(f"{path}.{own_name}")] = whole_weight
         self.source.put(by_file_name, model)
         return whole_weights
+
+
+def _weight_of_layer(layer: Any) -> tuple[str, torch.Size]:
+    """Return the name of a weight within its layer, and its shape.
+
+    `layer`: one of `adapters.layers_derived_from_weights`.
+    """
+    if isinstance(layer, PackedTensor):
+        return layer.name, layer.shape
+    base = find_base_layer(layer)
+    name = "base_layer.weight"
+    if base is layer:
+        name = "weight"
+    # A packed layer has the shape of its unpacked weight.
+    return name, getattr(base, "shape", None) or base.weight.shape
 
 
 def _block_of_path(named_layer: tuple[str, Any]) -> str:
@@ -716,4 +730,6 @@ def survives_json(value: Any) -> bool:
 
 def file_name(name: str) -> str:
     """Return a tensor's name in the model's files: without the parts that PEFT's layers add."""
-    return name.replace(".token_adapter.", ".").replace(".base_layer.", ".")
+    name = name.replace(".token_adapter.", ".")
+    # The experts of a mixture have two layers of PEFT's, one inside the other.
+    return ADAPTED.sub(".", name)

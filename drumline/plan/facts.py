@@ -36,6 +36,8 @@ PACKED_BLOCK = 256
 ENTRIES_PER_SCALE = 64
 SCALES_PER_GROUP = 256
 FP32_BYTES = 4
+# Classes of experts that models.expert_layers does not know, whose tensors are not packed.
+UNPACKED_EXPERTS = ("JetMoeParallelExperts", "Step3p7Experts")
 Position = Literal["block", "before", "after", "both"]
 
 
@@ -273,20 +275,24 @@ def with_length(facts: ModelFacts, old: int, new: int) -> ModelFacts:
 
 
 def is_packable(shape: tuple[int, ...]) -> bool:
-    """Return whether QLoRA (models.packed) can pack a frozen matrix of this shape.
+    """Return whether QLoRA (models.packed) can pack a frozen weight of this shape.
 
-    Its rows must fill whole entries of codes, and its entries whole blocks of scales.
+    It is a matrix, or has one for each expert of a mixture. Its rows must fill whole entries of
+    codes, and its entries whole blocks of scales.
     """
-    if len(shape) != 2:
+    if len(shape) not in (2, 3):
         return False
-    return shape[1] % PACKED_COLUMNS == 0 and math.prod(shape) % PACKED_BLOCK == 0
+    return shape[-1] % PACKED_COLUMNS == 0 and math.prod(shape) % PACKED_BLOCK == 0
 
 
 def is_packed(weight: Weight) -> bool:
-    """Return whether a weight is packed in a run that packs frozen linear layers (QLoRA)."""
+    """Return whether a weight is packed in a run that packs frozen layers and experts (QLoRA)."""
     if weight.trainable or weight.position != "block":
         return False
-    return weight.is_of_linear_layer and is_packable(weight.shape)
+    is_of_experts = weight.style == "experts" and len(weight.shape) == 3
+    if is_of_experts and weight.owners[-1] in UNPACKED_EXPERTS:
+        return False
+    return (is_of_experts or weight.is_of_linear_layer) and is_packable(weight.shape)
 
 
 @lru_cache(maxsize=64)
@@ -322,8 +328,8 @@ def _packed_weight(weight: Weight, bits: int, width: int) -> Weight:
     """Return a weight with the shape of its codes if it is packed, and else as it is."""
     if not is_packed(weight):
         return weight
-    rows, columns = weight.shape
-    return weight._replace(shape=(rows, columns * bits // 8 // width))
+    *ahead, columns = weight.shape
+    return weight._replace(shape=(*ahead, columns * bits // 8 // width))
 
 
 def _blocks_ahead(facts: ModelFacts) -> int:

@@ -65,7 +65,7 @@ def find_unadapted(facts: ModelFacts, adapter: Adapter) -> list[Unadapted]:
                 # `all-linear` adapts every linear layer but those of a vision tower.
                 kind = _kind(weight, lacks_adapter and facts.vision_language)
                 group = groups.setdefault((kind, lacks_adapter, lacks_packing), _Group())
-                name = weight.name.removesuffix(".weight").removesuffix(".base_layer")
+                name = weight.name.removesuffix(".weight").replace(".base_layer", "")
                 group.names.append(name)
                 group.parameters += number * weight.numel
     total = facts.parameters - _parameters_of_factors(facts)

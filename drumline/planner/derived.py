@@ -12,7 +12,7 @@ the functions return None and the caller has to count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -120,6 +120,17 @@ MODULES = {
     "experts.gate_up_proj": ("experts", "gate_and_up", "hidden"),
     "experts.down_proj": ("experts", "hidden", "expert"),
 }
+
+# Classes of experts whose adapters are known here → whether their tensors have the inputs first.
+EXPERTS = {
+    "DeepseekV3Experts": False,
+    "Glm4MoeExperts": False,
+    "GptOssExperts": True,
+    "MixtralExperts": False,
+    "Qwen3MoeExperts": False,
+}
+# Classes of modules that adapters over experts add.
+ADAPTED_CLASSES = {"AdaptedExperts", "ExpertFactor"}
 
 # The name of a dimension, such as hidden or queries → its size.
 Dimensions = Mapping[str, int]
@@ -355,33 +366,36 @@ def _block_flops(block: Iterable[Weight], experts_per_token: int, experts: int) 
 
 
 def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
-    """Return the sizes of a model with LoRA adapters on linear layers of its blocks.
+    """Return the sizes of a model with LoRA adapters on linear layers and experts of its blocks.
 
-    The adapters lie on the layers on which PEFT lays them; everything else is frozen.
+    The adapters lie where `models.adapters` lays them; everything else is frozen.
 
     None for a model that has adapters or frozen parts already, or whose weights are not known one
-    by one, and for an adapter that trains more than its factors.
+    by one, or with experts of another class than EXPERTS, and for an adapter that trains more than
+    its factors.
     """
     if facts.frozen or not facts.block_weights or facts.vision_language or facts.batch_norms:
         return None
     if adapter.dora or adapter.more or adapter.modules_to_save or adapter.trainable_tokens:
         return None
+    targeted = _targeted_names(facts, adapter)
+    if not targeted or not _are_experts_known(facts, targeted):
+        return None
     # Equal blocks are adapted once: a model of 126 layers has one kind of block.
     adapted_kinds: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
     for block, _ in facts.kinds_of_blocks:
         adapted_kinds[block] = tuple(_adapted(block, adapter))
-    layers = _adapted_layers(adapted_kinds.values())
-    if not layers or _adapts_experts(adapted_kinds, layers):
-        return None
     targets = adapter.targets
-    if isinstance(targets, list) and not _are_targets_in_blocks(targets, layers, facts.end_weights):
+    if isinstance(targets, list) and not _are_targets_in_blocks(
+        targets, targeted, facts.end_weights
+    ):
         return None
     blocks = tuple(adapted_kinds[block] for block in facts.block_weights)
-    added = 0
-    parameters_of_blocks = []
-    for block in blocks:
-        added += sum(weight.numel for weight in block if weight.trainable)
-        parameters_of_blocks.append(sum(weight.numel for weight in block))
+    factors = [weight for block in blocks for weight in block if weight.trainable]
+    added = sum(weight.numel for weight in factors)
+    # A token goes through the factors of its own experts alone.
+    multiplied = sum(weight.numel * _share_of_token(weight, facts) for weight in factors)
+    parameters_of_blocks = [sum(weight.numel for weight in block) for block in blocks]
     # `block_parameters` leaves out blocks that are not of the language model. They come first.
     ahead = len(blocks) - len(facts.block_parameters)
     attention = facts.layers * facts.attention_flops
@@ -389,12 +403,15 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
     frozen_products = products * FLOPS_PER_FROZEN_ENTRY / FLOPS_PER_ENTRY
     # PEFT has a module for dropout before the factors, also if nothing is dropped.
     dropout = "Dropout" if adapter.dropout else "Identity"
+    classes = {"ModuleDict", "ParameterDict", dropout}
+    for weight in factors:
+        classes |= set(weight.owners) & ADAPTED_CLASSES
     return replace(
         facts,
         parameters=facts.parameters + added,
         frozen=facts.parameters,
-        flops_per_token=frozen_products + FLOPS_PER_ENTRY * added + attention,
-        classes=facts.classes | {"ModuleDict", "ParameterDict", dropout},
+        flops_per_token=frozen_products + FLOPS_PER_ENTRY * multiplied + attention,
+        classes=facts.classes | classes,
         block_weights=blocks,
         block_parameters=tuple(parameters_of_blocks[ahead:]),
         end_weights=_freeze(facts.end_weights),
@@ -406,34 +423,62 @@ def _freeze(weights: Iterable[Weight]) -> tuple[Weight, ...]:
     return tuple(weight._replace(trainable=False) for weight in weights)
 
 
-def _adapted_layers(blocks: Iterable[Iterable[Weight]]) -> set[str]:
-    """Return the names of the layers in these blocks that have factors."""
-    layers = set()
-    for block in blocks:
-        for weight in block:
-            if ".lora_A." in weight.name:
-                layers.add(weight.name.rpartition(".lora_A.")[0])
-    return layers
+def _targeted_names(facts: ModelFacts, adapter: LoRAConfig) -> set[str]:
+    """Return the names of the layers and of the experts' tensors of blocks that get factors.
 
-
-def _adapts_experts(blocks: Iterable[Iterable[Weight]], layers: Iterable[str]) -> bool:
-    """Return whether PEFT adapts the experts of a mixture, too.
-
-    PEFT also matches the names that experts' layers had before transformers fused them, such as
-    `gate_proj`. It does so if other layers of the feed-forward part are adapted.
+    `facts`: without adapters.
     """
-    if not any(layer.startswith(("mlp.", "feed_forward.")) for layer in layers):
+    names = set()
+    for block, _ in facts.kinds_of_blocks:
+        for weight in block:
+            name = _target_name(weight)
+            if _takes_factors(weight) and _is_targeted(name, weight.owners, adapter, block):
+                names.add(name)
+    return names
+
+
+def _target_name(weight: Weight) -> str:
+    """Return the name by which an adapter's targets name a weight.
+
+    It is that of its layer, or of the tensor itself if it has a matrix for each expert.
+    """
+    if weight.style == "experts":
+        return weight.name
+    return _layer_name(weight)
+
+
+def _takes_factors(weight: Weight) -> bool:
+    """Return whether a weight may get factors: a linear layer's, or a matrix for each expert."""
+    if weight.style == "experts":
+        return len(weight.shape) == 3
+    if any("Router" in owner for owner in weight.owners):
         return False
-    names = [weight.name for block in blocks for weight in block]
-    return any(".experts." in name for name in names)
+    return weight.owners[-1:] == ("Linear",) and weight.name.endswith(".weight")
+
+
+def _are_experts_known(facts: ModelFacts, targeted: Collection[str]) -> bool:
+    """Return whether all experts that get factors are of a class in EXPERTS."""
+    for block, _ in facts.kinds_of_blocks:
+        for weight in block:
+            is_of_experts = weight.style == "experts" and weight.name in targeted
+            if is_of_experts and weight.owners[-1] not in EXPERTS:
+                return False
+    return True
+
+
+def _share_of_token(weight: Weight, facts: ModelFacts) -> float:
+    """Return the share of a weight's entries that a token goes through."""
+    if weight.style == "experts":
+        return facts.experts_per_token / facts.experts
+    return 1
 
 
 def _are_targets_in_blocks(
     targets: Iterable[str], layers: Iterable[str], end_weights: Iterable[Weight]
 ) -> bool:
-    """Return whether each target names a layer of the blocks, and none the embedding or the head.
+    """Return whether each target names something in the blocks, and none the embedding or the head.
 
-    `layers`: the adapted layers of the blocks.
+    `layers`: the adapted layers and tensors of experts of the blocks.
     """
     outside = [_layer_name(weight) for weight in end_weights]
     for target in targets:
@@ -450,21 +495,52 @@ def _layer_name(weight: Weight) -> str:
 
 
 def _adapted(block: tuple[Weight, ...], adapter: LoRAConfig) -> Iterator[Weight]:
-    """Yield a block's weights, frozen, with two factors after the weights of each adapted layer.
+    """Yield a block's weights, frozen, with two factors for each adapted layer or tensor of experts.
 
     Names, order and owners are those of PEFT's modules, which `models.load.facts` would count.
     """
     for layer, parts in groupby(block, _layer_name):
         weights = _freeze(parts)
-        owners = weights[0].owners
-        by_name = {weight.name.rpartition(".")[2]: weight for weight in weights}
-        is_linear = owners[-1:] == ("Linear",) and "weight" in by_name
-        if not is_linear or not _is_targeted(layer, owners, adapter.targets):
+        targeted = []
+        for weight in weights:
+            name = _target_name(weight)
+            if _takes_factors(weight) and _is_targeted(name, weight.owners, adapter, block):
+                targeted.append(weight)
+        if not targeted:
             yield from weights
-            continue
-        for name, weight in by_name.items():
-            yield weight._replace(name=f"{layer}.base_layer.{name}", owners=(*owners, "Linear"))
-        yield from _factors(layer, by_name["weight"], adapter.r)
+        elif targeted[0].style == "experts":
+            yield from _adapted_experts(layer, weights, targeted, adapter.r)
+        else:
+            for weight in weights:
+                _, _, name = weight.name.rpartition(".")
+                owners = (*weight.owners, "Linear")
+                yield weight._replace(name=f"{layer}.base_layer.{name}", owners=owners)
+            yield from _factors(layer, targeted[0], adapter.r)
+
+
+def _adapted_experts(
+    layer: str, weights: Iterable[Weight], targeted: list[Weight], rank: int
+) -> Iterator[Weight]:
+    """Yield the weights of a layer of experts with adapters over the tensors `targeted`.
+
+    PEFT has a layer for each of these, one inside the other. The innermost is that of the first.
+    """
+    *around, own = targeted[0].owners
+    depth = len(targeted)
+    for weight in weights:
+        _, _, name = weight.name.rpartition(".")
+        owners = (*around, *["AdaptedExperts"] * depth, own)
+        yield weight._replace(name=f"{layer}{'.base_layer' * depth}.{name}", owners=owners)
+    for inner, weight in enumerate(targeted):
+        experts, outputs, inputs = weight.shape
+        if EXPERTS[own]:
+            inputs, outputs = outputs, inputs
+        outer = depth - inner
+        path = f"{layer}{'.base_layer' * (outer - 1)}"
+        owners = (*around, *["AdaptedExperts"] * outer, "ModuleDict", "ExpertFactor")
+        shapes = {"lora_A": (experts, rank, inputs), "lora_B": (experts, outputs, rank)}
+        for factor, shape in shapes.items():
+            yield Weight(f"{path}.{factor}.default.weight", shape, True, "experts", owners)
 
 
 def _factors(layer: str, weight: Weight, rank: int) -> Iterator[Weight]:
@@ -481,14 +557,31 @@ def _factors(layer: str, weight: Weight, rank: int) -> Iterator[Weight]:
     yield Weight(f"{layer}.lora_B.default.weight", (rows, rank), True, style_of_b, owners)
 
 
-def _is_targeted(layer: str, owners: tuple[str, ...], targets: str | list[str]) -> bool:
-    """Return whether an adapter's targets include a linear layer.
+def _is_targeted(
+    name: str, owners: tuple[str, ...], adapter: LoRAConfig, block: Iterable[Weight]
+) -> bool:
+    """Return whether an adapter's targets include a linear layer or a tensor of experts.
 
-    `owners`: the classes that the layer lies in, and its own.
+    `name`: of the layer or the tensor. `owners`: the classes that it lies in, and its own.
+    `block`: all weights of its block.
     """
-    if isinstance(targets, list):
-        return any(has_ending(layer, target) for target in targets)
+    targets = adapter.targets
     if targets == "all-linear":
         return True
-    # The only other word is "attention": the linear layers of attention.
-    return any("attention" in owner.lower() for owner in owners[:-1])
+    if not isinstance(targets, list):
+        # The only other word is "attention": the linear layers of attention.
+        return any("attention" in owner.lower() for owner in owners[:-1])
+    meant = [target for target in targets if has_ending(name, target)]
+    if owners[-1:] != ("Linear",):
+        # An ending of linear layers means these, not the experts.
+        meant = [target for target in meant if not _names_layer(target, block)]
+    return bool(meant)
+
+
+def _names_layer(target: str, block: Iterable[Weight]) -> bool:
+    """Return whether a target is the end of the name of a linear layer of a block."""
+    for weight in block:
+        is_of_layer = weight.style != "experts" and _takes_factors(weight)
+        if is_of_layer and has_ending(_layer_name(weight), target):
+            return True
+    return False

@@ -30,6 +30,7 @@ from drumline.hardware.detect import detect
 from drumline.models import shapes
 from drumline.plan.plan import DataPlan, RolePlan
 from drumline.plan.unadapted import describe_unadapted, find_unadapted
+from drumline.planner.adapter_size import describe_adapter
 from drumline.planner.cluster import cluster_of
 from drumline.planner.new_tokens import (
     model_from_known_shape,
@@ -254,6 +255,7 @@ def build_request(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
         shapes.check_length(question.facts.max_positions, config.data.max_length)
         require_room(config.algorithm.new_tokens, config.data.max_length)
     unadapted = describe_unadapted(find_unadapted(question.facts, config.adapter))
+    notes += describe_adapter(question.facts, config)
     return PlanRequest(question, (*notes, *unadapted, *cluster.notes), policy)
 
 

@@ -21,6 +21,7 @@ PLACES = {
     "cached_file": "transformers.utils.hub:cached_file",
     "find_packed_sequence_indices": "transformers.masking_utils:find_packed_sequence_indices",
     "get_model_conversion_mapping": "transformers.conversion_mapping:get_model_conversion_mapping",
+    "grouped_linear": "transformers.integrations.moe:_grouped_linear",
     "initialization": "transformers.initialization",
     "masking_utils": "transformers.masking_utils",
     "packed_sequence_mask_function": "transformers.masking_utils:packed_sequence_mask_function",

@@ -151,6 +151,9 @@ FOURS: Sections = {"batch": {"global_samples": 8, "micro_batch": 2}}
 EIGHTS: Sections = {"batch": {"global_samples": 8, "micro_batch": 1}}
 CHECKPOINTED: Sections = {"memory": {"activation_checkpointing": "full"}}
 LORA: Sections = {"adapter": {"kind": "lora", "r": 4}}
+# A fresh adapter's gradients are near nothing; a large epsilon keeps Adam from blowing their rounding
+# up.
+FRESH: Sections = {**LORA, "optimizer": {"eps": 1e-4}}
 UNTIED: Sections = {"init": "random", "config": {"tie_word_embeddings": False}}
 IN_PACKS: Sections = {"data": {"packing": True}, "rows": 120}
 ROWS = [
@@ -776,6 +779,28 @@ CASES += [
         "gpt_oss",
         {**PACKED, "data": {"packing": False}, "rows": 48},
         ("ep 2", "fsdp2 2 x ep 2"),
+        "gpt_oss",
+    ),
+    # Adapters over experts; with routers that learn nothing.
+    Case(
+        "deepseek_v3, lora",
+        {**PACKED, **FRESH},
+        (
+            "one process, accumulation 4",
+            *ENGINES,
+            "cp 2",
+            "tp 2",
+            "tp 2, whole stream",
+            "ep 2",
+            "fsdp2 2 x ep 2",
+            "fsdp2, ep 2 x pp 2",
+        ),
+        "deepseek_v3",
+    ),
+    Case(
+        "gpt_oss, lora",
+        {**PACKED, **FRESH, "data": {"packing": False}, "rows": 48},
+        ("fsdp2 2, accumulation 4", "ep 2"),
         "gpt_oss",
     ),
     # Biases of keys: their true gradient is 0, but small where positions are rotary, so Adam would

@@ -23,17 +23,21 @@ from tests.distributed.setups import (
     train_kinds,
 )
 from tests.harness import Sections, column
-from tests.tiny import tiny_model_dir
+from tests.tiny import tiny_architecture_dir, tiny_model_dir
 
 pytestmark = pytest.mark.timeout(1500)
 
 
 class Kind(NamedTuple):
-    """`within`: relative, of losses and gradient norms of three steps against one process."""
+    """`within`: relative, of losses and gradient norms of three steps against one process.
+
+    `architecture`: one of tests.tiny.ARCHITECTURES; empty: a Llama.
+    """
 
     adapter: Sections
     within: float = 1e-5
     sections: Sections = {}
+    architecture: str = ""
 
 
 ENDS = ["q_proj", "lm_head", "embed_tokens"]
@@ -59,6 +63,9 @@ KINDS = {
     "4bit, pure bf16": Kind(
         {"quantize": "4bit"}, 3e-2, {"precision": {"kind": "bf16", "master": "bf16"}}
     ),
+    "experts": Kind({}, architecture="deepseek_v3"),
+    "experts, 4bit": Kind({"quantize": "4bit"}, architecture="deepseek_v3"),
+    "experts, 8bit": Kind({"quantize": "8bit", "targets": "attention"}, architecture="deepseek_v3"),
     "dora, pissa, bf16": Kind({"dora": True, "init": "pissa_fast"}, 3e-2, {"precision": "bf16"}),
 }
 SPREADS: dict[str, tuple[int, Any]] = {
@@ -89,6 +96,7 @@ REST = (
     "4bit",
     "two",
     "ends",
+    "experts, 8bit",
 )
 
 
@@ -133,7 +141,7 @@ def plan(root: Path, folder: str, kind: str, spread: str) -> Path:
         root,
         folder,
         ranks,
-        root / "model",
+        root / (KINDS[kind].architecture or "model"),
         strategy=strategy,
         adapter={"kind": "lora", "r": 4, **KINDS[kind].adapter},
         run={"steps": 3},
@@ -149,6 +157,8 @@ def plan(root: Path, folder: str, kind: str, spread: str) -> Path:
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("adapters")
     tiny_model_dir(root / "model", hidden=64)
+    for architecture in {kind.architecture for kind in KINDS.values() if kind.architecture}:
+        tiny_architecture_dir(root / architecture, architecture)
     train_kinds(root, chosen_params(request.session, __file__), plan)
     return root
 

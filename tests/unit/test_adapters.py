@@ -504,19 +504,18 @@ def test_kinds_change_nothing_at_first_and_are_exported_as_they_were_trained(
 
 
 @pytest.mark.slow
-def test_shared_experts_of_a_mixture_are_adapted_and_experts_are_not(
+def test_layers_of_a_mixture_are_named_so_that_peft_takes_none_for_experts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """PEFT by itself would take `gate_proj` for the experts, whose adapters no merge and no count of ours knows."""
+    """PEFT takes the names `gate_proj` and `down_proj` for the experts, wherever they stand."""
+    from peft import PeftModel
+
     base = tiny_architecture_dir(tmp_path / "base", "deepseek_v3", layers=2)
     model = adapted(base).eval()
     names = learned(model)
     assert any("shared_experts.gate_proj.lora_A" in name for name in names)
     assert any("layers.0.mlp.gate_proj.lora_A" in name for name in names)
-
-    for name in names:
-        assert "experts" not in name.split(".")
-
+    assert any("experts.base_layer.lora_A" in name for name in names)
     assert facts(base_config(base), 64, LORA).trainable == count_learned(model)
 
     expected = logits(move(model).eval())
@@ -527,9 +526,26 @@ def test_shared_experts_of_a_mixture_are_adapted_and_experts_are_not(
 
     apart = tmp_path / "apart"
     export(run, apart, "last", adapter=True)
+    assert "PEFT itself would take" not in caplog.text
+    saved = json.loads((apart / "adapter_config.json").read_text())
+    assert "gate_proj.weight" in saved["target_parameters"]
+    assert not {"gate_proj", "up_proj", "down_proj"} & set(saved["target_modules"])
+    assert_logits(adapters.load_adapters(base_model(base), apart), expected)
+    assert_logits(PeftModel.from_pretrained(base_model(base), str(apart)).eval(), expected)
+
+
+@pytest.mark.slow
+def test_a_warning_of_targets_that_peft_would_take_for_experts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PEFT has no DoRA over a weight that is named."""
+    base = tiny_architecture_dir(tmp_path / "base", "deepseek_v3", layers=2)
+    targets = ["gate_proj", "up_proj", "down_proj"]
+    model = move(adapted(base, LoRAConfig(r=4, targets=targets, dora=True)).eval())
+    assert not any("experts" in name.split(".") for name in learned(model))
+    adapters.save_adapter(model, tmp_path, str(base), None)
     warning = "PEFT itself would take the targets down_proj, gate_proj, up_proj for the experts"
     assert warning in caplog.text
-    assert_logits(adapters.load_adapters(base_model(base), apart), expected)
 
 
 @pytest.mark.slow

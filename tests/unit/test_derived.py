@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from drumline.config.config import LoRAConfig
 from drumline.config.model import ModelConfig
@@ -17,7 +18,7 @@ from drumline.plan.facts import ModelFacts
 from drumline.planner.derived import FAMILIES, with_lora
 from drumline.planner.sizes import FoundModel, sizes_of
 from tests.distributed.setups import cases
-from tests.tiny import tiny_model_dir
+from tests.tiny import ARCHITECTURES, tiny_model_dir
 
 SIZES = {"hidden_size": 96, "intermediate_size": 200, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
          "vocab_size": 320, "max_position_embeddings": 512}  # fmt: skip
@@ -111,11 +112,14 @@ def test_adapters_of_any_known_shape(name: str) -> None:
     assert not differences(made, facts(config, 1024, adapter))
 
 
-def test_adapters_over_experts_are_counted() -> None:
-    config = load_config(
-        None, ModelConfig(id=None, config={**KNOWN["deepseek-v3"].values, "num_hidden_layers": 4})
-    )
+def test_adapters_over_unknown_experts_are_counted() -> None:
+    """Granite's class of experts has no row in `derived.EXPERTS`."""
+    architecture = {**ARCHITECTURES["granitemoe"], "num_hidden_layers": 2}
+    config = AutoConfig.for_model("granitemoe", **architecture)
     assert with_lora(facts(config, 64), LoRAConfig()) is None
+    adapter = LoRAConfig(targets="attention")
+    made = with_lora(facts(config, 64), adapter)
+    assert made is not None and not differences(made, facts(config, 64, adapter))
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from tests.tiny import ARCHITECTURES, tiny_architecture_dir
 from tests.unit.conftest import Run
 from tests.unit.test_report_progress import told
 
-EXPERTS = "the experts (mlp.experts.gate_up_proj, mlp.experts.down_proj)"
+EXPERTS = "the experts (mlp.experts.down_proj)"
 
 
 def lines(kind: str, adapter: dict[str, Any], **options: Any) -> list[str]:
@@ -35,23 +35,29 @@ def lines(kind: str, adapter: dict[str, Any], **options: Any) -> list[str]:
     return describe_unadapted(find_unadapted(facts(config, 64, lora), lora))
 
 
+# Rows of 12 entries, which fill no whole entries of codes.
+NARROW = {"moe_intermediate_size": 12}
+
+
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
-def test_experts_are_named_with_their_share(kind: str) -> None:
-    (line,) = lines(kind, {})
-    assert line.startswith(f"all-linear does not adapt {EXPERTS}: ") and line.endswith("%")
-    (line,) = lines(kind, {"quantize": "4bit"})
-    assert line.startswith(f"all-linear does not adapt {EXPERTS}, and QLoRA does not pack them: ")
-    (line,) = lines(kind, {"quantize": "8bit", "targets": ["q_proj"]})
-    assert line.startswith(f"QLoRA does not pack {EXPERTS}: "), "what a user leaves out is no news"
+def test_experts_are_adapted_and_packed(kind: str) -> None:
+    assert lines(kind, {}) == [] and lines(kind, {"quantize": "4bit"}) == []
+
+
+def test_experts_that_cannot_be_packed_are_named_with_their_share() -> None:
+    assert lines("qwen3_moe", {}, **NARROW) == [], "all-linear adapts them"
+    for adapter in ({"quantize": "4bit"}, {"quantize": "8bit", "targets": ["q_proj"]}):
+        (line,) = lines("qwen3_moe", adapter, **NARROW)
+        assert line.startswith(f"QLoRA does not pack {EXPERTS}: ") and line.endswith("%")
 
 
 def test_numbers_are_those_of_the_model() -> None:
-    """Two layers of 4 experts of [32, 32] and [32, 16]."""
-    config = AutoConfig.for_model(
-        "qwen3_moe", **ARCHITECTURES["qwen3_moe"], vocab_size=300, num_hidden_layers=2
-    )
-    (group,) = find_unadapted(facts(config, 64, LoRAConfig(r=4)), LoRAConfig(r=4))
-    assert group.parameters == 2 * 4 * (32 * 32 + 32 * 16)
+    """Two layers of 4 experts of [32, 12]."""
+    architecture = {**ARCHITECTURES["qwen3_moe"], **NARROW}
+    config = AutoConfig.for_model("qwen3_moe", **architecture, vocab_size=300, num_hidden_layers=2)
+    packed = LoRAConfig(r=4, quantize="4bit")
+    (group,) = find_unadapted(facts(config, 64, packed), packed)
+    assert group.parameters == 2 * 4 * 32 * 12
     assert group.total == facts(config, 64).parameters, "the adapter's own weights are not counted"
 
 
@@ -90,27 +96,25 @@ def test_a_plan_says_it(run: Run) -> None:
     args = ["plan", "--model", "qwen3-30b-a3b", "--cluster", "1xh100", "--adapter", "qlora"]
     code, out, err = run(*args, "--json")
     assert code == 0
-    assert (
-        f"note: all-linear does not adapt {EXPERTS}, and QLoRA does not pack them: 28.99B of 30.53B weights, 95%"
-        in err
-    )
-    (group,) = json.loads(out)["model"]["unadapted"]
-    assert (
-        group["parameters"] == 48 * 128 * 3 * 768 * 2048
-        and group["lacks_packing"]
-        and round(group["share"], 2) == 0.95
-    )
+    assert "note: the adapter has 642.5M parameters (2.10% of the model's), 629.1M" in err
+    assert json.loads(out)["model"]["unadapted"] == []
+    # Factors of rank 16 over [1536, 2048] and [2048, 768].
+    in_experts = 48 * 128 * 16 * (1536 + 2048 + 2048 + 768)
+    assert json.loads(out)["model"]["adapter"]["in_experts"] == in_experts
 
 
 def test_a_run_and_its_page_say_it(tmp_path: Path) -> None:
     model = tiny_architecture_dir(tmp_path / "model", "qwen3_moe")
-    request = Request(
-        load(write_config(tmp_path, model, rows=20, adapter="lora"), []), world_size=1
-    )
+    sections = {
+        "adapter": {"kind": "lora", "quantize": "4bit"},
+        "model": {"init": "random", "config": NARROW},
+    }
+    config = load(write_config(tmp_path, model, rows=20, **sections), [])
+    request = Request(config, world_size=1)
     plan = make_plan(request, on_progress=lambda *_: None, dry_run=True)
-    assert f"adapter        all-linear does not adapt {EXPERTS}" in explain(plan)
+    assert f"adapter        QLoRA does not pack {EXPERTS}" in explain(plan)
     event = run_start(plan, None)
     _, printed = told(event.values())
-    assert f"note: all-linear does not adapt {EXPERTS}" in printed
+    assert f"note: QLoRA does not pack {EXPERTS}" in printed
     EventLog(tmp_path / "events.jsonl").emit(event)
     assert any(EXPERTS in line for line in _remarks(RunFacts(tmp_path)))

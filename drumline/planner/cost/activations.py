@@ -133,6 +133,8 @@ class _Layers(NamedTuple):
     feed: list[Weight]
     # Tensors that hold the weights of all experts.
     experts: list[Weight]
+    # The first factors of adapters over experts.
+    expert_factors: list[Weight]
     norms: list[Weight]
 
 
@@ -168,7 +170,8 @@ def block_of(facts: ModelFacts) -> Block:
         has_head_norms=has_head_norms,
         products=tuple(_product_of(weight) for weight in layers.linear),
         # The shorter side of a factor is the rank of its adapter.
-        adapter_ranks=sum(min(weight.shape) for weight in factors),
+        adapter_ranks=sum(min(weight.shape) for weight in factors)
+        + chosen * sum(weight.shape[1] for weight in layers.expert_factors),
         magnitudes=magnitudes,
         adapted=_adapted_parts(layers, factors),
         is_trainable=any(weight.trainable for weight in layers.base),
@@ -192,7 +195,8 @@ def _layers_of(weights: tuple[Weight, ...]) -> _Layers:
     experts = []
     for weight in weights:
         if len(weight.shape) == 3:
-            experts.append(weight)
+            if "lora_" not in weight.name:
+                experts.append(weight)
         elif len(weight.shape) == 2 and weight.is_of_linear_layer:
             linear.append(weight)
     base = [weight for weight in linear if "lora_" not in weight.name]
@@ -207,8 +211,14 @@ def _layers_of(weights: tuple[Weight, ...]) -> _Layers:
         attention_output=output,
         feed=[weight for weight in base if not _is_in_attention(weight)],
         experts=experts,
+        expert_factors=[weight for weight in weights if _is_first_factor_of_experts(weight)],
         norms=[weight for weight in weights if _is_norm(weight)],
     )
+
+
+def _is_first_factor_of_experts(weight: Weight) -> bool:
+    """Return whether a weight is the factor A of an adapter over a tensor of experts."""
+    return len(weight.shape) == 3 and ".lora_A." in weight.name
 
 
 def _is_in_attention(weight: Weight) -> bool:
@@ -298,6 +308,8 @@ def _adapted_parts(layers: _Layers, factors: list[Weight]) -> frozenset[str]:
         name = _layer_name(weight)
         if name in parts:
             adapted.add(parts[name])
+    if layers.expert_factors:
+        adapted |= {"up", "down"}
     return frozenset(adapted)
 
 

@@ -325,7 +325,8 @@ def bytes_moved(layout: Layout, facts: ModelFacts) -> Passes:
 class AdapterCounts(NamedTuple):
     """Counts of the layers with an adapter.
 
-    `layers`: of a block, mean. `entries`: the inputs and outputs of these layers, over all blocks.
+    `layers`: of a block, mean. `entries`: the inputs and outputs of these layers for a token, over
+    all blocks.
     """
 
     layers: float
@@ -342,7 +343,9 @@ def count_adapters(facts: ModelFacts) -> AdapterCounts:
             if ".lora_" in weight.name:
                 factors += number
                 # The other side of a factor is the rank of the adapter.
-                entries += number * max(weight.shape)
+                sides = weight.shape[-2:]
+                copies = facts.experts_per_token if weight.style == "experts" else 1
+                entries += number * copies * max(sides)
     # Each layer has two factors.
     layers = factors / 2 / max(1, len(facts.block_weights))
     return AdapterCounts(layers, entries)

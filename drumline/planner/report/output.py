@@ -19,6 +19,7 @@ from drumline.hardware.cluster import DeviceSpec, Link
 from drumline.plan.estimate import Estimate
 from drumline.plan.explain import flow_style
 from drumline.plan.unadapted import find_unadapted
+from drumline.planner.adapter_size import adapter_size
 from drumline.planner.search.advice import Change, ModeResult
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
 from drumline.planner.search.auto import describe_faster_tight_plan, disagreements, risk
@@ -331,12 +332,14 @@ def _model_as_json(question: Question) -> dict[str, Any]:
     unadapted = []
     for group in find_unadapted(facts, question.config.adapter):
         unadapted.append({**group._asdict(), "share": group.share})
+    adapter = adapter_size(facts, question.config)
     return {
         "id": question.config.model.id,
         "type": facts.name,
         "parameters": facts.parameters,
         "learned": facts.trainable,
         "unadapted": unadapted,
+        "adapter": adapter and adapter._asdict(),
         "layers": facts.layers,
         "hidden": facts.hidden,
         "vocabulary": facts.vocab_size,

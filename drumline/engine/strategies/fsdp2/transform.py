@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 
 from drumline.dist.mesh import data_mesh, expert_mesh
 from drumline.engine.data_parallel import Sharded
-from drumline.engine.experts import is_expert_shard
+from drumline.engine.experts import cut_expert_layers
 from drumline.engine.transforms import DTYPES, gather_dtype
 from drumline.engine.user_module import UserModule
 from drumline.models.blocks import blocks, embedding_and_head
@@ -114,7 +114,7 @@ def apply_fsdp2(
         # Registered before the hook of `fully_shard`, which then gets no views.
         unit.register_forward_hook(_return_no_views, with_kwargs=True)
     if experts is not None:
-        for unit in _expert_layers(model):
+        for unit in cut_expert_layers(model):
             fully_shard(unit, mesh=experts, reshard_after_forward=options.reshards, **shared)
     # Inner units first: an outer unit takes only the weights that no unit within it has.
     for unit in reversed(units.blocks):
@@ -159,15 +159,6 @@ def _find_units(
         blocks=[unit for unit in candidates if unit in unshared],
         head=[unit for unit in head if unit in unshared],
     )
-
-
-def _expert_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that hold weights of experts themselves."""
-    layers = []
-    for module in model.modules():
-        if any(is_expert_shard(parameter) for parameter in module._parameters.values()):
-            layers.append(module)
-    return layers
 
 
 def _prefetch(units: FSDPUnits, forward: int, backward: int) -> None:
