@@ -240,7 +240,8 @@ def facts(
       mixture only the experts that the router chooses count.
     - 12·layers·width·length for attention (PaLM, Chowdhery et al. 2022, appendix B), with width =
       heads × head size. This counts all pairs of positions of a row, as if it were one document and
-      not causal.
+      not causal. Only layers that have attention count.
+    - The scans of recurrent layers, see `blocks.scan_flops`.
     - A vision tower is counted separately, since only image tokens use it. Its attention is left
       out, since it depends on the sizes of images.
 

@@ -115,6 +115,22 @@ def separate(model: Any, separated: SeparatedLayers) -> None:
     model._drumline_separated = separated
 
 
+def modules_in_separated_layers(model: nn.Module) -> set[nn.Module]:
+    """Return the modules within layers that run by documents.
+
+    In one forward they run once for each length of documents, on each rank a different number of
+    times. So a strategy must not gather weights or wait for other ranks when one of them runs.
+    """
+    separated: SeparatedLayers | None = getattr(model, "_drumline_separated", None)
+    within: set[nn.Module] = set()
+    if separated is None:
+        return within
+    for module in model.modules():
+        if isinstance(module, separated.classes):
+            within |= set(module.modules()) - {module}
+    return within
+
+
 def separate_alike(model: Any, copy: Any) -> None:
     """Let the layers of a copy of a model run by documents as those of the model do."""
     separated: SeparatedLayers | None = getattr(model, "_drumline_separated", None)
@@ -172,6 +188,7 @@ def run_with_borders(
     `args`, `options`: the layer's arguments.
     """
     leaves, structure = tree_flatten((args, options))
+    _require_rows(leaves, borders)
     joined = []
     for leaf in leaves:
         if is_by_token(leaf, borders):
@@ -193,6 +210,7 @@ def run_each_document(
     tokens, such as a mask, or of a class that is not known.
     """
     leaves, structure = tree_flatten((args, options))
+    _require_rows(leaves, borders)
     # For each argument its documents; None for one that all documents share.
     by_document: list[Sequence[Tensor] | None] = []
     for leaf in leaves:
@@ -223,6 +241,12 @@ def is_by_token(value: Any, borders: Borders) -> bool:
         return False
     rows, width = value.shape[:2]
     return width == borders.width and rows in (1, borders.rows)
+
+
+def _require_rows(leaves: Sequence[Any], borders: Borders) -> None:
+    """Raise ValueError if no argument of a layer has the rows that the borders are of."""
+    if not any(is_by_token(leaf, borders) for leaf in leaves):
+        raise ValueError(f"no argument has {borders.rows} rows of {borders.width} tokens")
 
 
 def _require_shared(value: Any, width: int) -> None:

@@ -12,15 +12,28 @@ from torch import Tensor
 
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.config.model import ModelConfig
+from drumline.config.registry import make
+from drumline.config.strategy import StrategyConfig
 from drumline.data.batches import TokenBatch
+from drumline.engine.strategies.fsdp2.transform import _find_units
 from drumline.engine.transforms import apply_activation_checkpointing
 from drumline.errors import PlanError
 from drumline.models import recurrent
 from drumline.models.attention import model_inputs, use_document_attention
+from drumline.models.blocks import SCAN_FLOPS, blocks, scan_flops
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, require_next_token, shares_prompts
-from drumline.models.recurrent import Borders, borders_of, describe_layers
+from drumline.models.load import facts, load_config
+from drumline.models.recurrent import (
+    BORDERS,
+    Borders,
+    borders_of,
+    describe_layers,
+    modules_in_separated_layers,
+)
 from drumline.models.recurrent_trial import separate_recurrent_layers
+from drumline.plan.facts import ModelFacts
+from drumline.planner.cost.activations import block_of
 from tests.unit.test_attention import batch_of, layout
 from tests.unit.test_models_head import LLAMA
 
@@ -195,6 +208,41 @@ def test_a_recomputation_has_the_same_borders(kind: str) -> None:
         torch.testing.assert_close(recomputed[name], gradient, rtol=1e-5, atol=1e-6)
 
 
+def test_compiled_blocks_have_the_same_numbers() -> None:
+    model = build_separated("lfm2")
+    batches = [pack(*ROWS, width=48), pack((20, 28), (9,), (48,), width=48)]
+    expected = [loss_and_gradients(model, batch) for batch in batches]
+    for block in blocks(model):
+        block.compile(backend="eager")
+
+    for batch, (loss, gradients) in zip(batches, expected, strict=True):
+        compiled_loss, compiled = loss_and_gradients(model, batch)
+        assert compiled_loss == pytest.approx(loss, rel=1e-6)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(compiled[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_no_weights_are_gathered_within_a_separated_layer() -> None:
+    """Ranks would wait for each other, each a different number of times."""
+    model = build_separated("lfm2")
+    within = modules_in_separated_layers(model)
+    layer = model.model.layers[0].conv
+    assert within == {layer.conv, layer.in_proj, layer.out_proj}
+    assert modules_in_separated_layers(build("lfm2")) == set()
+
+    options = make(StrategyConfig, "fsdp2").model_copy(update={"wrap": ["Linear"]})
+    units = _find_units(model, model, options, separate_embedding_and_head=False)
+    assert units.blocks
+    assert within.isdisjoint(units.blocks)
+
+
+def test_rows_of_another_width_are_refused() -> None:
+    model = build_separated("lfm2")
+    borders = borders_of(model, pack((11, 30), width=48))
+    with pytest.raises(ValueError, match="no argument has 1 rows of 48 tokens"):
+        model.model.layers[0].conv(torch.zeros(1, 24, 32), **{BORDERS: borders})
+
+
 def test_rows_of_one_document_run_as_they_are() -> None:
     model = build_separated("lfm2")
     assert borders_of(model, pack((48,), (20,), width=48)) is None
@@ -306,3 +354,38 @@ def test_kernels_that_leak_do_not_get_borders(monkeypatch: pytest.MonkeyPatch) -
     model = build("qwen3_5_text")
     reason = separate_recurrent_layers(model, "cpu")
     assert reason == "borders do not keep documents apart in its code"
+
+
+def hybrid_facts(kind: str) -> ModelFacts:
+    source = ModelConfig(id=None, config={"model_type": kind, **MODELS[kind]})
+    return facts(load_config(None, source), 16)
+
+
+def test_the_planner_counts_scans_and_attention_where_they_are() -> None:
+    delta = hybrid_facts("qwen3_5_text")
+    # One of two layers has attention, of four heads of 8.
+    assert delta.attention_flops == 12 * 32 * 16 / 2
+    # The other has a state of 8 × 8 for each of four heads.
+    assert scan_flops(build("qwen3_5_text")) == SCAN_FLOPS * 4 * 8 * 8
+    # Its embedding is a look-up.
+    products = 6 * (delta.parameters - 64 * 32)
+    assert delta.flops_per_token == products + SCAN_FLOPS * 4 * 8 * 8 + 2 * delta.attention_flops
+
+    # Three layers, each with attention and a state of 64 × 8.
+    both = hybrid_facts("falcon_h1")
+    assert both.attention_flops == 12 * 32 * 16
+    assert scan_flops(build("falcon_h1")) == SCAN_FLOPS * 3 * 64 * 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "query_width", "feed_width"),
+    # LFM2 rounds the inner width up to a multiple of 256.
+    [("qwen3_5_text", 32, 64), ("lfm2", 32, 256), ("bamba", 64, 64)],
+)
+def test_the_planner_does_not_take_recurrent_layers_for_experts(
+    kind: str, query_width: int, feed_width: int
+) -> None:
+    block = block_of(hybrid_facts(kind))
+    assert block.experts_per_token == 0
+    assert block.query_width == query_width
+    assert block.feed_width == feed_width

@@ -149,10 +149,9 @@ def prepare(
 
 
 def _gather_separated_layers_whole(model: Any) -> None:
-    """Let stage 3 gather each layer that runs by documents as a whole, not the layers within it.
+    """Let stage 3 gather each layer that runs by documents as a whole, not the modules within it.
 
-    These run once for each length of documents, and ranks have other documents: each rank would
-    gather a different number of times, and wait for the others.
+    See `modules_in_separated_layers`.
     """
     separated: SeparatedLayers | None = getattr(model, "_drumline_separated", None)
     if separated is not None:
