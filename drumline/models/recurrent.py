@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from drumline.dist.copies import copy_to_device
 from drumline.models.blocks import blocks
+from drumline.vendor.torch import tree_flatten, tree_unflatten
 
 # The argument by which a model hands the borders of documents to its layers.
 BORDERS = "drumline_borders"
@@ -170,12 +170,12 @@ def _run_by_documents(forward: Any, *args: Any, **options: Any) -> Any:
     if borders is None:
         return forward(*args, **options)
     if borders.by_kernels:
-        return _out_of_graph(run_with_borders, forward, borders, args, options)
-    return _out_of_graph(run_each_document, forward, borders, args, options)
+        return _call_out_of_graph(run_with_borders, forward, borders, args, options)
+    return _call_out_of_graph(run_each_document, forward, borders, args, options)
 
 
 @torch.compiler.disable
-def _out_of_graph(function: Any, *args: Any) -> Any:
+def _call_out_of_graph(function: Any, *args: Any) -> Any:
     """Call a function outside of a compiled graph: each pack has documents of other lengths."""
     return function(*args)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from drumline.foreign import first_line
 from drumline.models.attention import model_inputs
@@ -28,6 +27,7 @@ from drumline.models.recurrent import (
     separate,
 )
 from drumline.models.small import TrialTokens, is_close, try_small
+from drumline.vendor.torch import tree_map_only
 
 # Tokens of each of the two documents of the trial.
 DOCUMENT_TOKENS = 4
@@ -37,7 +37,7 @@ KERNEL_TOLERANCE = 2.0**-7
 
 
 @dataclass
-class _Call:
+class _LayerCall:
     """A call of a layer: its arguments and its result."""
 
     args: tuple[Any, ...]
@@ -66,15 +66,15 @@ def separate_recurrent_layers(model: Any, device: str) -> str:
     return reason
 
 
-def mixing_layers(small: Any, ids_BT: Tensor) -> dict[nn.Module, _Call]:
+def mixing_layers(small: Any, ids_BT: Tensor) -> dict[nn.Module, _LayerCall]:
     """Return layer → call of the layers within blocks that mix the documents of a pack.
 
     A layer within such a layer is left out. `ids_BT`: one row of eight tokens.
     """
-    calls: dict[nn.Module, _Call] = {}
+    calls: dict[nn.Module, _LayerCall] = {}
 
     def record(layer: nn.Module, args: Any, options: dict[str, Any], out: Any) -> None:
-        calls[layer] = _Call(args, options, out)
+        calls[layer] = _LayerCall(args, options, out)
 
     layers = set()
     for block in blocks(small):
@@ -87,14 +87,14 @@ def mixing_layers(small: Any, ids_BT: Tensor) -> dict[nn.Module, _Call]:
         small(**inputs, use_cache=False)
     for hook in hooks:
         hook.remove()
-    mixing: dict[nn.Module, _Call] = {}
+    mixing: dict[nn.Module, _LayerCall] = {}
     for block in blocks(small):
         _add_mixing_layers(block, calls, mixing)
     return mixing
 
 
 def _add_mixing_layers(
-    module: nn.Module, calls: dict[nn.Module, _Call], mixing: dict[nn.Module, _Call]
+    module: nn.Module, calls: dict[nn.Module, _LayerCall], mixing: dict[nn.Module, _LayerCall]
 ) -> None:
     """Add the layers within a module that mix documents to `mixing`, the outermost alone."""
     for child in module.children():
@@ -105,7 +105,7 @@ def _add_mixing_layers(
             _add_mixing_layers(child, calls, mixing)
 
 
-def _mixes_documents(layer: nn.Module, call: _Call) -> bool:
+def _mixes_documents(layer: nn.Module, call: _LayerCall) -> bool:
     """Return whether the first document's tokens change what a layer computes for the second."""
     before = first_tensor(call.out)
     if not isinstance(before, Tensor) or before.shape[:2] != (1, 2 * DOCUMENT_TOKENS):
@@ -116,7 +116,7 @@ def _mixes_documents(layer: nn.Module, call: _Call) -> bool:
     return not is_close(before[:, DOCUMENT_TOKENS:], after[:, DOCUMENT_TOKENS:])
 
 
-def _with_other_first_document(call: _Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_other_first_document(call: _LayerCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call, with other numbers for the tokens of the first document."""
 
     def change(value: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def _borders(device: torch.device) -> Borders:
     return Borders(lengths, 1, sum(lengths), by_kernels=False, device=device)
 
 
-def _runs_each_document(layer: nn.Module, call: _Call) -> bool:
+def _runs_each_document(layer: nn.Module, call: _LayerCall) -> bool:
     """Return whether a layer can run on each document by itself."""
     try:
         run_each_document(layer, _borders(_device_of(call)), call.args, dict(call.options))
@@ -146,12 +146,12 @@ def _runs_each_document(layer: nn.Module, call: _Call) -> bool:
     return True
 
 
-def _device_of(call: _Call) -> torch.device:
+def _device_of(call: _LayerCall) -> torch.device:
     """Return the device of a call's result."""
     return first_tensor(call.out).device
 
 
-def _reason_against_kernels(calls: dict[nn.Module, _Call]) -> str:
+def _reason_against_kernels(calls: dict[nn.Module, _LayerCall]) -> str:
     """Return why the kernels of some layers cannot be given borders; empty if they can.
 
     They are tried as in training and as in evaluation: layers may have a kernel for each.
@@ -168,7 +168,7 @@ def _reason_against_kernels(calls: dict[nn.Module, _Call]) -> str:
     return ""
 
 
-def _kernel_failure(layer: nn.Module, call: _Call) -> str:
+def _kernel_failure(layer: nn.Module, call: _LayerCall) -> str:
     """Return what is wrong with a layer's result if its kernels get borders; empty if nothing is."""
     borders = _borders(_device_of(call))
     out = first_tensor(run_with_borders(layer, borders, call.args, dict(call.options)))
@@ -187,7 +187,7 @@ def _kernel_failure(layer: nn.Module, call: _Call) -> str:
     return f"with borders it is {difference / largest:.1g} off"
 
 
-def _has_gradient_across(layer: nn.Module, borders: Borders, call: _Call) -> bool:
+def _has_gradient_across(layer: nn.Module, borders: Borders, call: _LayerCall) -> bool:
     """Return whether the second document's result has a gradient in the first document."""
     leaves: list[Tensor] = []
 

@@ -119,13 +119,13 @@ def try_small(
     convolutions.allow_tf32 = False
     try:
         trial_errors = translate_exceptions(what, where, ModelError, fix)
-        with torch.no_grad(), without_kernels(), _code_for(type(model), device), trial_errors:
+        with torch.no_grad(), without_kernels(), _code_of_device(type(model), device), trial_errors:
             return trial(small, ids_BT)
     finally:
         products.allow_tf32, convolutions.allow_tf32 = before
 
 
-def _code_for(model_class: type, device: str) -> contextlib.AbstractContextManager[None]:
+def _code_of_device(model_class: type, device: str) -> contextlib.AbstractContextManager[None]:
     """Return a context in which a class runs on a device: kernels for GPUs take no CPU's tensors."""
     from drumline.vendor.transformers import torch_functions
 
