@@ -5,6 +5,7 @@ Each engine is imported when it is needed: DeepSpeed alone takes seconds.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -32,12 +33,14 @@ from drumline.models.freeze import cast_weights, freeze, return_fp32_embeddings
 from drumline.models.head import require_next_token, shares_prompts
 from drumline.models.own import require_same, require_trainable
 from drumline.models.packed import pack
+from drumline.models.recurrent_trial import separate_recurrent_layers
 from drumline.models.shards import NothingToFill, Source, Values
 from drumline.models.tape import Build, lay_out_module
 from drumline.plan.plan import Plan, RolePlan
 from drumline.plan.strategy_engine import engine_spec
 from drumline.telemetry.memory_tracker import MemoryStats
 
+logger = logging.getLogger(__name__)
 # The engines of frozen models that are in use in this process, for `stats_with_frozen`. Closures
 # all over a run hold them, so no object of the run lists them.
 frozen_engines: WeakSet[ForwardEngine] = WeakSet()
@@ -339,6 +342,10 @@ def _build_unfilled_model(
     if head != "image":
         use_document_attention(model, plan)
     predicts_tokens = head in LM
+    if predicts_tokens and config.packs:
+        reason = separate_recurrent_layers(model, device)
+        if reason and device != "cpu":
+            logger.warning("recurrent layers run on each document by itself: %s", reason)
     if predicts_tokens and device != "cpu":
         # On a CPU the launcher has checked it. A GPU has other kernels.
         require_next_token(model, device, config.packs)

@@ -31,6 +31,7 @@ from torch.nn import functional
 from drumline.foreign import first_line
 from drumline.models.blocks import reason_for_mask
 from drumline.models.classes import values_by_layer
+from drumline.models.recurrent import BORDERS, borders_of
 from drumline.models.sequence import SequencePart
 from drumline.plan.attention import (
     Kernel,
@@ -192,11 +193,16 @@ def model_inputs(
     - A model that attends by documents gets a mask of ones.
     - Any other gets no positions, if no row has more than one document.
     - Otherwise the arguments are left as they are, and transformers has to search.
+
+    A model with separated layers (`models.recurrent`) also gets the borders of documents.
     """
     if sequence is None:
         inputs = batch.inputs()
     else:
         inputs = sequence.inputs(batch)
+    borders = borders_of(model, batch, may_use_kernels=not _has_no_kernels.get())
+    if borders is not None:
+        inputs = {**inputs, BORDERS: borders}
     rows = getattr(batch, "document_lengths", None)
     if rows is not None and has_drumline_attention(model):
         token = _batch.set(batch)
@@ -219,7 +225,8 @@ def model_inputs(
 def without_kernels() -> Iterator[None]:
     """Let documents attend one by one in this context, whatever kernel was chosen.
 
-    For trials in fp32, which most kernels do not take: each would be refused with a warning.
+    For trials in fp32, which most kernels do not take: each would be refused with a warning. Kernels
+    of recurrent layers may round products to TF32.
     """
     token = _has_no_kernels.set(True)
     try:

@@ -149,12 +149,43 @@ def reason_not_to_cut(model: Any) -> str:
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 # Those of them whose attention can be computed from the lengths of documents alone.
 LAYERS_BY_LENGTHS = {"full_attention", "sliding_attention", "attention"}
+# Kinds of layers without attention, which take no mask of pairs of tokens.
+LAYERS_WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "mlp", "moe"}
 
 
 def _layer_kinds(model: Any) -> set[str]:
     """Return the kinds of layers that a language model's config lists (`layer_types`)."""
     text_config = model.config.get_text_config()
     return set(getattr(text_config, "layer_types", None) or ())
+
+
+def layers_with_attention(model: Any) -> int:
+    """Return how many layers of a language model have attention, by the kinds that its config lists."""
+    text_config = model.config.get_text_config()
+    layers = int(text_config.num_hidden_layers)
+    kinds = getattr(text_config, "layer_types", None) or ()
+    return layers - sum(kind in LAYERS_WITHOUT_ATTENTION for kind in kinds)
+
+
+# FLOPs for each number in the state of a recurrent layer and each token: it decays, takes a product
+# of key and value in, and is read. That is 6 in forward, and twice as many in backward.
+SCAN_FLOPS = 18
+
+
+def scan_flops(model: nn.Module) -> float:
+    """Return the FLOPs of a token in the scans of recurrent layers, besides products with weights.
+
+    They do not depend on the length. The state of Mamba-2 has `ssm_state_size` numbers for each
+    inner one, that of gated DeltaNet has the width of a key. Other layers are not counted.
+    """
+    total = 0
+    for module in model.modules():
+        if not isinstance(getattr(module, "A_log", None), nn.Parameter):
+            continue
+        depth = getattr(module, "ssm_state_size", None) or getattr(module, "head_k_dim", 0)
+        width = getattr(module, "value_dim", None) or getattr(module, "intermediate_size", 0)
+        total += SCAN_FLOPS * depth * width
+    return float(total)
 
 
 def reason_against_context_parallelism(model: Any) -> str:
@@ -185,7 +216,7 @@ def reason_for_mask(model: Any) -> str:
     has_encoder = getattr(model.config, "is_encoder_decoder", False)
     if has_vision or has_encoder:
         return "it is no model of text alone"
-    unknown = _layer_kinds(model) - LAYERS_BY_LENGTHS
+    unknown = _layer_kinds(model) - LAYERS_BY_LENGTHS - LAYERS_WITHOUT_ATTENTION
     if unknown:
         return f"it has layers of kind {min(unknown)}"
     return ""

@@ -28,10 +28,12 @@ from drumline.models.blocks import (
     expert_modules,
     find_base_layer,
     is_head_tied,
+    layers_with_attention,
     reason_against_context_parallelism,
     reason_against_sequence_parallelism,
     reason_for_mask,
     reason_not_to_cut,
+    scan_flops,
     tensor_plan,
     tower_flops,
     vision_tower,
@@ -238,7 +240,8 @@ def facts(
       mixture only the experts that the router chooses count.
     - 12·layers·width·length for attention (PaLM, Chowdhery et al. 2022, appendix B), with width =
       heads × head size. This counts all pairs of positions of a row, as if it were one document and
-      not causal.
+      not causal. Only layers that have attention count.
+    - The scans of recurrent layers, see `blocks.scan_flops`.
     - A vision tower is counted separately, since only image tokens use it. Its attention is left
       out, since it depends on the sizes of images.
 
@@ -335,7 +338,8 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         flops_per_image_token = tower_flops(model)
     experts = _experts_of(text_config)
     products = _product_flops(model, experts, has_tower)
-    attention_flops = 12 * width * length
+    # A mean over all layers, of which some may have no attention.
+    attention_flops = 12 * width * length * layers_with_attention(model) / layers
     if not expert_modules(model):
         # Without a module that holds all experts of a layer, strategies cannot treat it as a
         # mixture.
@@ -348,7 +352,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         **counts,
         **_cut_facts(model),
         name=str(text_config.model_type),
-        flops_per_token=float(products + layers * attention_flops),
+        flops_per_token=float(products + scan_flops(model) + layers * attention_flops),
         vocab_size=int(text_config.vocab_size),
         max_positions=int(positions or 0) or None,
         layers=layers,

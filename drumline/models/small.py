@@ -5,6 +5,7 @@ The trials run before the model itself has any weights.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from drumline.foreign import translate_exceptions
 from drumline.models.attention import without_kernels
 from drumline.models.blocks import blocks
 from drumline.models.classes import is_vision_language, values_by_layer
+from drumline.models.recurrent import separate_alike
 
 T = TypeVar("T")
 # The most tokens of a small copy's vocabulary, and the most width of its feed-forward layers.
@@ -117,10 +119,19 @@ def try_small(
     convolutions.allow_tf32 = False
     try:
         trial_errors = translate_exceptions(what, where, ModelError, fix)
-        with torch.no_grad(), without_kernels(), trial_errors:
+        with torch.no_grad(), without_kernels(), _code_of_device(type(model), device), trial_errors:
             return trial(small, ids_BT)
     finally:
         products.allow_tf32, convolutions.allow_tf32 = before
+
+
+def _code_of_device(model_class: type, device: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which a class runs on a device: kernels for GPUs take no CPU's tensors."""
+    from drumline.vendor.transformers import torch_functions
+
+    if device == "cpu":
+        return torch_functions(model_class)
+    return contextlib.nullcontext()
 
 
 def is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -144,7 +155,8 @@ def small_copy(model: Any, device: str, least: int = 1) -> Any:
     """Return a model of the class of `model` in eval mode, in fp32 and with random weights.
 
     It has enough of the first layers to have every kind of layer (at least `least`), few tokens,
-    narrow feed-forward layers, and the same attention. Leaves the random state unchanged.
+    narrow feed-forward layers, and the same attention and separated layers. Leaves the random state
+    unchanged.
     """
     layers = _layers_of_every_kind(model, least)
     model_class = type(model)
@@ -158,6 +170,7 @@ def small_copy(model: Any, device: str, least: int = 1) -> Any:
                 error,
             )
             built = model_class(_cut_config(model.config, layers, narrow=False))
+    separate_alike(model, built)
     return built.eval().to(device)
 
 

@@ -40,8 +40,10 @@ from drumline.models import adapters
 from drumline.models.attention import use_document_attention
 from drumline.models.blocks import block_list
 from drumline.models.build import ModelHead, lay_out
+from drumline.models.classes import LM
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config
+from drumline.models.recurrent_trial import separate_recurrent_layers
 from drumline.models.shards import NothingToFill, Values
 from drumline.plan.attention import choose_by_facts
 from drumline.plan.estimate import Activations
@@ -636,6 +638,8 @@ def _build_without_weights(plan: Plan, dtype: str | None) -> Any:
     )
     if config.head != "image":
         use_document_attention(model, plan, on_host=True)
+    if config.head in LM and config.packs:
+        separate_recurrent_layers(model, "cpu")
     freeze(model, config.model.freeze)
     if config.adapter.kind == "lora":
         adapters.inject(model, config.adapter, 0)

@@ -54,6 +54,8 @@ from drumline.models.files import weights_digest
 from drumline.models.freeze import freeze, trainable_names
 from drumline.models.head import require_next_token
 from drumline.models.own import find_builder, own_build
+from drumline.models.recurrent import describe_layers
+from drumline.models.recurrent_trial import separate_recurrent_layers
 from drumline.models.tokenizer import load_tokenizer
 from drumline.models.vision import vision_of
 from drumline.plan.explain import default_run_dir, size
@@ -371,6 +373,9 @@ def _require_model_runs(plan: Plan, path: str | None, config: ModelConfig, head:
     model = _build_on_meta(plan, path, config, head)
     if head in LM:
         use_document_attention(model, plan, on_host=True)
+        if plan.config.packs:
+            separate_recurrent_layers(model, "cpu")
+        notes(describe_layers(model))
         require_next_token(model, "cpu", plan.config.packs)
     if plan.engine == "pipeline":
         from drumline.engine.stages import find_split_points

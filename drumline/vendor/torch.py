@@ -43,9 +43,11 @@ PLACES = {
     "resolve_process_group": "torch.distributed.distributed_c10d:_resolve_process_group",
     "set_group_timeout": "torch.distributed.distributed_c10d:_set_pg_timeout",
     "to_copy": "torch:ops.aten._to_copy",
+    "tree_flatten": "torch.utils._pytree:tree_flatten",
     "tree_leaves": "torch.utils._pytree:tree_leaves",
     "tree_map": "torch.utils._pytree:tree_map",
     "tree_map_only": "torch.utils._pytree:tree_map_only",
+    "tree_unflatten": "torch.utils._pytree:tree_unflatten",
     "unpin_memory": "torch.cuda._pin_memory_utils:unpin_memory",
 }
 MEMBERS = {

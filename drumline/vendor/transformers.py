@@ -1,9 +1,12 @@
 """transformers' names: what its documentation does not show."""
 
-from collections.abc import Callable, Iterator
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 from drumline.vendor import names
@@ -56,6 +59,48 @@ def packed_mask(
     if together is not None:
         return together(mask_function, positions_BT, documents_BT)
     return _find("and_masks")(mask_function, _find("packed_sequence_mask_function")(documents_BT))
+
+
+def kernel_packages(model_class: type) -> dict[str, bool]:
+    """Return distribution → whether its kernels are in use, for all that the functions of a model's module can use.
+
+    Without the package such a function is transformers' own torch code. Older versions have no such functions.
+    """
+    hub_kernels = import_module("transformers.integrations.hub_kernels")
+    distributions: dict[str, str] = getattr(hub_kernels, "_PACKAGE_TO_DISTRIBUTION", {})
+    packages = {}
+    for _, given in _functions_with_kernels(model_class):
+        package = given["package"]
+        name = distributions.get(package, package).replace("_", "-")
+        packages[name] = bool(given["is_new_implementation"])
+    return packages
+
+
+@contextmanager
+def torch_functions(model_class: type) -> Iterator[None]:
+    """Let the functions of a model's module be transformers' torch code, also where kernels for GPUs are installed."""
+    module = sys.modules[model_class.__module__]
+    replaced = {}
+    for name, given in _functions_with_kernels(model_class):
+        if given["is_new_implementation"]:
+            replaced[name] = getattr(module, name)
+            setattr(module, name, given["torch_function"])
+    try:
+        yield
+    finally:
+        for name, function in replaced.items():
+            setattr(module, name, function)
+
+
+def _functions_with_kernels(model_class: type) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return name and variables of each function that `use_kernel_func_from_hub_with_fallback` has decorated in a model's module."""
+    found = []
+    for name, function in vars(sys.modules[model_class.__module__]).items():
+        if isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
+            variables = inspect.getclosurevars(function).nonlocals
+            if "is_new_implementation" in variables and "package" in variables:
+                found.append((name, variables))
+    return found
 
 
 def import_without_torchao() -> None:

@@ -193,14 +193,17 @@ def _layers_of(weights: tuple[Weight, ...]) -> _Layers:
     """Sort the weights of a block by what they do."""
     linear = []
     experts = []
+    mixers = _recurrent_layers(weights)
     for weight in weights:
+        if _is_convolution(weight):
+            continue
         if len(weight.shape) == 3:
             if "lora_" not in weight.name:
                 experts.append(weight)
         elif len(weight.shape) == 2 and weight.is_of_linear_layer:
             linear.append(weight)
     base = [weight for weight in linear if "lora_" not in weight.name]
-    attention = [weight for weight in base if _is_in_attention(weight)]
+    attention = [weight for weight in base if _mixes_tokens(weight, mixers)]
     output = None
     if attention:
         output = next((weight for weight in attention if "o_proj" in weight.name), attention[-1])
@@ -209,7 +212,7 @@ def _layers_of(weights: tuple[Weight, ...]) -> _Layers:
         base=base,
         attention_inputs=[weight for weight in attention if weight is not output],
         attention_output=output,
-        feed=[weight for weight in base if not _is_in_attention(weight)],
+        feed=[weight for weight in base if not _mixes_tokens(weight, mixers)],
         experts=experts,
         expert_factors=[weight for weight in weights if _is_first_factor_of_experts(weight)],
         norms=[weight for weight in weights if _is_norm(weight)],
@@ -221,8 +224,33 @@ def _is_first_factor_of_experts(weight: Weight) -> bool:
     return len(weight.shape) == 3 and ".lora_A." in weight.name
 
 
-def _is_in_attention(weight: Weight) -> bool:
-    """Return whether a weight lies in the attention of its block."""
+def _is_convolution(weight: Weight) -> bool:
+    """Return whether a weight is of a convolution along the sequence."""
+    return weight.owners[-1:] == ("Conv1d",)
+
+
+def _recurrent_layers(weights: tuple[Weight, ...]) -> tuple[str, ...]:
+    """Return how the names of weights in a block's recurrent layers begin.
+
+    Each of these layers has a convolution along the sequence. They are counted like attention:
+    their inner width is that of queries, and all else that they multiply is that of keys and values.
+    """
+    prefixes = []
+    for weight in weights:
+        if _is_convolution(weight):
+            layer, _, _ = weight.name.rpartition(".")
+            mixer, _, _ = layer.rpartition(".")
+            prefixes.append(f"{mixer}.")
+    return tuple(prefixes)
+
+
+def _mixes_tokens(weight: Weight, mixers: tuple[str, ...]) -> bool:
+    """Return whether a weight lies in attention, or in a recurrent layer.
+
+    `mixers`: see `_recurrent_layers`.
+    """
+    if weight.name.startswith(mixers):
+        return True
     return any("attention" in owner.lower() for owner in weight.owners)
 
 
@@ -292,17 +320,14 @@ def _is_gated(layers: _Layers, feed_width: int) -> bool:
 def _adapted_parts(layers: _Layers, factors: list[Weight]) -> frozenset[str]:
     """Return which parts of a block have an adapter. `factors`: one weight of each adapter."""
     parts: dict[str, str] = {}
-    for weight in layers.base:
-        name = _layer_name(weight)
-        if _is_in_attention(weight):
-            parts[name] = "out"
-        elif weight is layers.feed[-1]:
-            parts[name] = "down"
-        else:
-            parts[name] = "up"
-    # These are in attention, too, and were counted as its output above.
+    for weight in layers.feed:
+        parts[_layer_name(weight)] = "up"
+    if layers.feed:
+        parts[_layer_name(layers.feed[-1])] = "down"
     for weight in layers.attention_inputs:
         parts[_layer_name(weight)] = "qkv"
+    if layers.attention_output is not None:
+        parts[_layer_name(layers.attention_output)] = "out"
     adapted = set()
     for weight in factors:
         name = _layer_name(weight)

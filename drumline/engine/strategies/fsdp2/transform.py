@@ -24,6 +24,7 @@ from drumline.engine.user_module import UserModule
 from drumline.models.blocks import blocks, embedding_and_head
 from drumline.models.containers import map_tensors
 from drumline.models.head import gather_for_objective
+from drumline.models.recurrent import modules_in_separated_layers
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
 
@@ -139,7 +140,9 @@ def _find_units(
     if options.wrap is None:
         candidates = list(blocks(model))
     else:
-        candidates = [unit for unit in model.modules() if type(unit).__name__ in options.wrap]
+        chosen = [unit for unit in model.modules() if type(unit).__name__ in options.wrap]
+        inside_separated = modules_in_separated_layers(model)
+        candidates = [unit for unit in chosen if unit not in inside_separated]
     # If they stay with the root, they are gathered for all of forward and backward.
     embedding: list[nn.Module] = []
     head: list[nn.Linear] = []
