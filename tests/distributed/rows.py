@@ -129,7 +129,7 @@ AGAIN = (
 # Kinds of work, of algorithms whose batches and passes over the model are alike.
 WORK = {
     **dict.fromkeys(("None", "pretrain"), "texts"),
-    **dict.fromkeys(("reward", "dpo", "orpo", "simpo", "kto"), "answers"),
+    **dict.fromkeys(("reward", "dpo", "orpo", "simpo", "kto", "embed"), "answers"),
     **dict.fromkeys(("grpo", "ppo"), "rollouts"),
 }
 # By tests/mutations.py.
