@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from drumline.train.session import session
 
 # torchao, which transformers imports where it is there, warns of kernels for GPUs that are not here, and of its own use of torch.
-for chatty in ("torchao", "torch.utils._pytree"):
+# transformers names the kernels that recurrent layers lack, once a function; `models.recurrent` says it in a line.
+for chatty in ("torchao", "torch.utils._pytree", "transformers.integrations.hub_kernels"):
     logging.getLogger(chatty).setLevel(logging.ERROR)
 
 __all__ = ("Run", "errors", "load", "plan", "session", "train", "verify")

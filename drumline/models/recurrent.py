@@ -153,8 +153,8 @@ def describe_layers(model: Any) -> list[str]:
     parts = []
     if missing:
         parts.append(
-            f"recurrent layers run transformers' own torch code, which is slower than kernels of"
-            f" {' and '.join(missing)}: install these for a GPU"
+            f"recurrent layers run transformers' own torch code; install {' and '.join(missing)}"
+            " for faster kernels on a GPU"
         )
     if separated is not None:
         names = sorted(layer.__name__ for layer in separated.classes)

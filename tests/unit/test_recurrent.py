@@ -281,8 +281,8 @@ def test_prompts_are_not_shared() -> None:
 def test_the_user_learns_which_code_runs() -> None:
     (line,) = describe_layers(build_separated("qwen3_5_text"))
     assert line == (
-        "recurrent layers run transformers' own torch code, which is slower than kernels of"
-        " causal-conv1d and flash-linear-attention: install these for a GPU;"
+        "recurrent layers run transformers' own torch code; install causal-conv1d and"
+        " flash-linear-attention for faster kernels on a GPU;"
         " Qwen3_5GatedDeltaNet runs on each document of a pack by itself"
     )
 
