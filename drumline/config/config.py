@@ -62,7 +62,7 @@ class LoRAFactors(Section):
     targets: Literal["attention", "all-linear"] | list[str] = Field(
         "all-linear",
         description="Linear layers that get an adapter: all of the blocks, those of attention, or the ends of names. Layers of a vision"
-        " tower, the embedding and the head must be named.",
+        " tower, the embedding and the head must be named. Of vision-language models also vision, projector or language.",
     )
 
 
