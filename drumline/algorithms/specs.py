@@ -70,7 +70,11 @@ class PairSpec(AlgorithmSpec):
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.encode import PairRowEncoder
 
-        return PairRowEncoder(tokenizer, data)
+        if vision is None:
+            return PairRowEncoder(tokenizer, data)
+        from drumline.data.image_rows import VisionPairEncoder
+
+        return VisionPairEncoder(tokenizer, data, vision)
 
     def collator(self, plan: Plan, width: int | None) -> CollatorFactory:
         from drumline.data.collators import pair_collator
@@ -89,6 +93,7 @@ class PairSpec(AlgorithmSpec):
 class AnswerPairSpec(PairSpec, ChunkedSpec):
     """The base of algorithms that compare the log-probabilities of the answers of a pair."""
 
+    sees_images: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = (
         *PairSpec.metrics,
         "reward_chosen",
@@ -105,6 +110,7 @@ class JudgedSpec(ChunkedSpec):
     The rejected and the chosen answer of a pair are read as two such answers.
     """
 
+    sees_images: ClassVar[bool] = True
     columns: ClassVar[str] = (
         "`prompt`, `completion` and `label`, or `prompt`, `chosen` and `rejected`"
     )
@@ -124,7 +130,11 @@ class JudgedSpec(ChunkedSpec):
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.encode import JudgedRowEncoder
 
-        return JudgedRowEncoder(tokenizer, data)
+        if vision is None:
+            return JudgedRowEncoder(tokenizer, data)
+        from drumline.data.image_rows import VisionJudgedEncoder
+
+        return VisionJudgedEncoder(tokenizer, data, vision)
 
     def check_rows(self, train: Any) -> None:
         """Raise DataError if all answers have the same label."""

@@ -221,6 +221,36 @@ def _nonzero_lengths(segments: Iterable[npt.NDArray[Any]]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class ImageInputs(Batch):
+    """The images of a batch of a vision-language model.
+
+    Attributes:
+        arguments: tensors by the name of the model's argument, such as pixel_values. Images are in
+            the order of the batch's rows.
+        rope_3BT: int64, position in time, height and width of each token, as the model's
+            get_rope_index counts them, restarted in each segment; None: they are 0, 1, 2, …
+    """
+
+    arguments: dict[str, torch.Tensor]
+    rope_3BT: torch.Tensor | None = None
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        changed = super().each(change)
+        arguments = {name: change(tensor) for name, tensor in self.arguments.items()}
+        return replace(changed, arguments=arguments)
+
+    def inputs(self, position_ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return arguments of a model, in addition to the tokens.
+
+        Of four positions the first separates documents, the others are for the rotary embedding.
+        """
+        if self.rope_3BT is None:
+            return self.arguments
+        positions_4BT = torch.cat((position_ids_BT[None], self.rope_3BT))
+        return {**self.arguments, "position_ids": positions_4BT}
+
+
+@dataclass(frozen=True)
 class TokenBatch(Batch):
     """One micro-batch of text. All tensors are int64 [B, T] unless stated.
 
@@ -246,6 +276,7 @@ class TokenBatch(Batch):
         learned_on_host_M: `learned_M` in host memory, also if the batch is on a device. Code that
             cuts the batch reads it.
         shared: the same tokens with each prompt once, if rows have prompts in common.
+        images: the images of the rows; None for a model of text.
     """
 
     input_ids_BT: torch.Tensor
@@ -258,6 +289,7 @@ class TokenBatch(Batch):
     learned_M: torch.Tensor | None = field(default=None, kw_only=True)
     learned_on_host_M: TokenIds | None = field(default=None, kw_only=True)
     shared: SharedPrompts | None = field(default=None, kw_only=True)
+    images: ImageInputs | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.lengths_B is None:
@@ -282,7 +314,10 @@ class TokenBatch(Batch):
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """Return the arguments of a model."""
-        return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
+        inputs = {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
+        if self.images is not None:
+            inputs.update(self.images.inputs(self.position_ids_BT))
+        return inputs
 
 
 def read_segments(cache: TokenCache, samples: Sequence[int]) -> list[Sequence[Segment] | None]:
@@ -453,16 +488,7 @@ def pair_batch(
         pad_id: the padding token.
         width: tokens of each row; None: those of the longest side.
     """
-    chosen: list[Sequence[Segment] | None] = []
-    rejected: list[Sequence[Segment] | None] = []
-    for pair in pairs:
-        if pair is None:
-            chosen.append(None)
-            rejected.append(None)
-        else:
-            chosen.append(pair[:1])
-            rejected.append(pair[1:2])
-    rows = chosen + rejected
+    rows = pair_rows(pairs)
     fields: dict[str, Any] = vars(collate(rows, pad_id, width))
     # With a fixed width prompts are not shared: compiled blocks and pipeline stages need one shape.
     if width is None:
@@ -482,6 +508,23 @@ def pair_batch(
     fields["weight"] = sum(is_real)
     fields["margin_P"] = torch.tensor(margins, dtype=torch.float32)
     return PairBatch(**fields)
+
+
+def pair_rows(pairs: Sequence[Sequence[Segment] | None]) -> list[Sequence[Segment] | None]:
+    """Return the rows of a batch of pairs: the chosen sides, then the rejected ones.
+
+    `pairs`: the two segments of each pair; None for a filler, which has two rows, too.
+    """
+    chosen: list[Sequence[Segment] | None] = []
+    rejected: list[Sequence[Segment] | None] = []
+    for pair in pairs:
+        if pair is None:
+            chosen.append(None)
+            rejected.append(None)
+        else:
+            chosen.append(pair[:1])
+            rejected.append(pair[1:2])
+    return chosen + rejected
 
 
 def _split_at_answer(segment: Segment) -> Parts:

@@ -204,10 +204,11 @@ def _convert_raw_row(
     """
     with translate_number_errors(origin, DataError):
         rows = _split_raw_row(origin, values, source, forms, row_number, is_mapped)
-    if forms != TEXT_FORMS and holds_images(rows[0]):
+    has_class = any("label" in form and "prompt" not in form for form in forms)
+    if has_class and holds_images(rows[0]):
         what = f"row {row_number} holds images, which this algorithm does not take"
         fix = (
-            "use algorithm sft, take the images out, or read none of a column with "
+            "use another algorithm, take the images out, or read none of a column with "
             "`columns: {images: ''}`"
         )
         raise DataError(what, where=origin, fix=fix)

@@ -121,8 +121,8 @@ def _mps(case: Case) -> Iterator[Refusal]:
             "use --nproc 1 strategy=single, or run.device=cpu",
             "run.device",
         )
-    if not config.algorithm.sees_images or case.precision != "fp32" or packed_bits(config):
-        # The algorithms that take images are sft and pretrain. All others sum in fp64 on the device,
+    if not config.algorithm.packs or case.precision != "fp32" or packed_bits(config):
+        # The algorithms that pack rows are sft and pretrain. All others sum in fp64 on the device,
         # which Apple's GPU does not have.
         yield Refusal(
             "mps × what it has not been written for",
@@ -140,9 +140,9 @@ def _images(case: Case) -> Iterator[Refusal]:
     if is_vision_language(case) and not case.config.algorithm.sees_images:
         reason = "its batches have no images, and ranks whose vision tower does not run would leave the others waiting"
         yield Refusal(
-            "images × an algorithm that is not sft or pretrain",
+            "images × the algorithm",
             reason,
-            "use algorithm=sft, or a model of text",
+            "use algorithm sft, dpo, orpo, simpo or kto, or a model of text",
             "algorithm",
         )
     if is_vision_language(case) and mesh.pp > 1:

@@ -8,44 +8,46 @@ import io
 import re
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoImageProcessor
 
-from drumline.algorithms.tokens.objective import NextToken
-from drumline.config.config import Config
+from drumline.config.config import Config, LoRAConfig
 from drumline.config.data import DataConfig, FileSource
 from drumline.config.model import ModelConfig
+from drumline.data.batches import TokenBatch
 from drumline.data.cache import TokenCache
 from drumline.data.image_files import resolve_image_path
-from drumline.data.images import (
-    VisionBatch,
-    collate_vision,
-    expand_placeholders,
-    place_images,
-    rope_positions,
-)
-from drumline.data.images import cut_between_images as cut_images
-from drumline.data.prepare import prepare
+from drumline.data.image_rows import cut_between_images as cut_images
+from drumline.data.image_rows import expand_marks, place_images
+from drumline.data.images import collate_vision
 from drumline.data.sources import Row, read_rows
 from drumline.data.targets import TokenSegment
 from drumline.errors import DataError, ModelError, PlanError, UserError
 from drumline.inference.evaluate import answer_held_out_prompts
+from drumline.models.adapters import inject, target_names
 from drumline.models.build import build_model
-from drumline.models.head import ForwardWithObjective, can_split, trunk_and_head
-from drumline.models.load import load_config
+from drumline.models.freeze import freeze, trainable_names
+from drumline.models.head import can_split, trunk_and_head
+from drumline.models.image_tokens import QwenVision, Vision
+from drumline.models.parts import PARTS
 from drumline.models.tokenizer import load_tokenizer
-from drumline.models.vision import Vision
-from drumline.models.vision import vision_of as vision_of_run
 from tests.harness import vision_rows, write_config, write_rows
 from tests.tiny import tiny_model_dir, tiny_vision_dir, write_images
-
-LOSS = NextToken(0, has_answers=True)
-ROWS = {"kind": "file", "path": "rows.jsonl"}
-
+from tests.vision_setups import (
+    ROWS,
+    Learned,
+    assert_close,
+    built,
+    cache_of,
+    collate_alone,
+    find_vision,
+    learned_by,
+    vision_of,
+)
 
 pytestmark = pytest.mark.skipif(
     hasattr(AutoImageProcessor, "_backends"),
@@ -65,60 +67,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def vision(folder: Path) -> Vision:
     return vision_of(folder / "model")
-
-
-def find_vision(model: ModelConfig) -> Vision | None:
-    values = {"model": {"id": model.id}, "data": {"train": [ROWS]}}
-    return vision_of_run(Config.model_validate(values), model.id, load_config(model.id, model))
-
-
-def vision_of(path: Path) -> Vision:
-    found = find_vision(ModelConfig(id=str(path)))
-    assert found is not None
-
-    return found
-
-
-def cache_of(folder: Path, vision: Vision, **data: Any) -> TokenCache:
-    values = {
-        "train": [ROWS],
-        "workers": 1,
-        "max_length": 256,
-        "cache_dir": str(folder / "cache"),
-        **data,
-    }
-    config = Config.model_validate({"model": {"id": vision.path}, "data": values})
-    prepared = prepare(config, vision.path, folder, vision=vision)
-    return TokenCache.open(prepared.train_cache)
-
-
-def built(vision: Vision) -> Any:
-    return build_model(vision.path, vision.model, seed=0).train()
-
-
-def collate_alone(cache: TokenCache, samples: list[int], vision: Vision) -> VisionBatch:
-    """Return a batch without a fixed width; the padding is token 0."""
-    return collate_vision(cache, samples, 0, None, vision)
-
-
-class Learned(NamedTuple):
-    """The loss sum of a batch, and the gradients."""
-
-    loss: float
-    gradients: dict[str, torch.Tensor]
-
-
-def learned_by(model: Any, batch: VisionBatch) -> Learned:
-    model.zero_grad()
-    loss, _ = ForwardWithObjective(model)(batch, LOSS.objective)
-    loss.backward()
-    gradients = {}
-
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            gradients[name] = parameter.grad.clone()
-
-    return Learned(float(loss.detach()), gradients)
 
 
 @pytest.mark.parametrize("experts", [0, 4], ids=["dense", "mixture of experts"])
@@ -153,24 +101,24 @@ def test_loss_is_the_models_own(folder: Path, vision: Vision, experts: int) -> N
     assert trunk_and_head(model) == (model.model, model.lm_head)
 
 
-def own_loss(model: Any, batch: VisionBatch, length: int, vision: Vision) -> torch.Tensor:
+def own_loss(model: Any, batch: TokenBatch, length: int, vision: Vision) -> torch.Tensor:
     """Return the mean loss of a batch of one row of `length` tokens by transformers' own
     forward."""
     tokens = batch.input_ids_BT[:, :length]
     labels = torch.full((1, length), -100)
     labels[:, 1:] = batch.targets_BT[:, : length - 1]
     kinds = (tokens == vision.token_id).int()
-    images = {}
+    assert batch.images is not None
+
+    arguments = batch.images.arguments
+    rope_3BT = batch.images.rope_3BT
+    images: dict[str, Any] = {}
     if kinds.any():
-        images = {"pixel_values": batch.pixels_PD, "image_grid_thw": batch.grid_N3}
-        positions, _ = model.model.get_rope_index(tokens, kinds, batch.grid_N3)
-        assert torch.equal(batch.rope_3BT[:, :, :length], positions)
+        images = dict(arguments)
+        positions, _ = model.model.get_rope_index(tokens, kinds, arguments["image_grid_thw"])
+        assert torch.equal(rope_3BT[:, :, :length], positions)
 
     return model(input_ids=tokens, labels=labels, mm_token_type_ids=kinds, **images).loss
-
-
-def assert_close(got: Any, wanted: Any, name: str, rtol: float = 1e-4, atol: float = 1e-5) -> None:
-    torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol, msg=name)
 
 
 def test_packs_are_their_rows(folder: Path, vision: Vision) -> None:
@@ -206,7 +154,8 @@ def test_an_image_in_the_padding_changes_nothing(folder: Path, vision: Vision) -
     text = [sample for sample in range(len(cache)) if not cache.meta(sample)]
     batch = collate_alone(cache, [*text, -1], vision)
 
-    assert batch.grid_N3.tolist() == [[1, 2, 2]]
+    assert batch.images is not None
+    assert batch.images.arguments["image_grid_thw"].tolist() == [[1, 2, 2]]
     assert int((batch.input_ids_BT == vision.token_id).sum()) == 1
 
     loss, gradients = learned_by(model, batch)
@@ -260,9 +209,11 @@ def test_patches_are_cut_as_the_model_reads_them(folder: Path, vision: Vision) -
 def test_positions_of_two_images() -> None:
     """M-RoPE by hand: text counts on, an image's tokens share a time, the text behind goes on after
     the longer side."""
-    eyes = Vision("", ModelConfig(), token_id=9, merge=2)
+    eyes = QwenVision("", ModelConfig(), token_id=9, mark_id=9, merge=2)
     tokens = np.array([1, 9, 9, 9, 9, 9, 9, 2, 9, 3], np.uint16)
-    found = rope_positions(tokens, [(1, 4, 6), (1, 2, 2)], eyes)
+    found = eyes.positions(tokens, [(1, 4, 6), (1, 2, 2)])
+
+    assert found is not None
 
     assert found.tolist() == [
         [0, 1, 1, 1, 1, 1, 1, 4, 5, 6],
@@ -284,9 +235,9 @@ def test_positions_of_two_images() -> None:
 def test_no_image_is_cut_in_two(
     size: int, left: bool, tokens: list[int], images: list[str]
 ) -> None:
-    eyes = Vision("", ModelConfig(), token_id=9, merge=2)
+    eyes = QwenVision("", ModelConfig(), token_id=9, mark_id=9, merge=2)
     short = TokenSegment(np.array([1, 9, 2, 9, 3], np.int32), np.ones(5, np.uint8))
-    full = expand_placeholders(short, [("a", (1, 4, 4)), ("b", (1, 2, 2))], eyes)
+    full = expand_marks(short, [("a", (1, 4, 4)), ("b", (1, 2, 2))], eyes)
 
     assert full.segment.learn.tolist() == [1, 0, 0, 0, 0, 1, 0, 1]
 
@@ -538,3 +489,45 @@ def test_prompts_with_images_are_not_answered_without_them(tmp_path: Path, folde
 
     with pytest.raises(UserError, match="prompts with images are not answered here"):
         answer_held_out_prompts(config, [], None, 3)
+
+
+def parts_of(names: Any) -> set[str]:
+    """Return the parts of a tiny Qwen3-VL that parameters with these names lie in."""
+    parts = set()
+
+    for name in names:
+        if "merger" in name:
+            parts.add("projector")
+        elif ".visual." in name:
+            parts.add("vision")
+        else:
+            parts.add("language")
+
+    return parts
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_are_frozen_and_adapted_by_name(vision: Vision, part: str) -> None:
+    frozen = built(vision)
+    freeze(frozen, [part])
+    held = [name for name, each in frozen.named_parameters() if not each.requires_grad]
+
+    assert parts_of(held) == {part}
+    assert parts_of(trainable_names(frozen)) == set(PARTS) - {part}
+
+    adapted = built(vision)
+    inject(adapted, LoRAConfig(r=2, targets=[part]), seed=0)
+
+    assert parts_of(trainable_names(adapted)) == {part}
+
+    both = target_names(built(vision), LoRAConfig(targets=["language", "vision"]))
+
+    assert parts_of(both) == {"language", "vision"}
+
+
+def test_a_model_of_text_has_no_parts(tmp_path: Path) -> None:
+    path = str(tiny_model_dir(tmp_path / "model"))
+    model = build_model(path, ModelConfig(id=path), seed=0)
+
+    with pytest.raises(ModelError, match="has no vision tower, and so no part called 'vision'"):
+        freeze(model, ["vision"])
