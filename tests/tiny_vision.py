@@ -13,14 +13,24 @@ GEMMA = ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
 INTERN = ["<img>", "</img>", "<IMG_CONTEXT>"]
 PLACES = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
 SMOL = ["<fake_token_around_image>", "<global-img>", "<image>", *PLACES]
-SPECIAL = {"gemma3": GEMMA, "internvl": INTERN, "smolvlm": SMOL, "idefics3": SMOL}
+ONE = ["<image>", "<video>"]
+SPECIAL = {
+    "gemma3": GEMMA,
+    "internvl": INTERN,
+    "smolvlm": SMOL,
+    "idefics3": SMOL,
+    "llava_onevision": ONE,
+}
 # What a chat template writes for an image.
 MARKS = {
     "gemma3": "<start_of_image>",
     "internvl": "<IMG_CONTEXT>",
     "smolvlm": "<image>",
     "idefics3": "<image>",
+    "llava_onevision": "<image>",
 }
+# Sizes of which LLaVA-OneVision chooses one for an image.
+PINPOINTS = [[SIDE, SIDE], [SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]
 TEXT: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -38,6 +48,8 @@ TOWER: dict[str, Any] = {
     "image_size": SIDE,
     "patch_size": 4,
 }
+# Without the head that pools an image, which no language model reads.
+SIGLIP = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
 M_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 
 
@@ -59,7 +71,7 @@ def family_config(model_type: str, ids: dict[str, int], text: dict[str, Any]) ->
     if model_type == "gemma3":
         return {
             "text_config": {**text, "sliding_window": 8, "query_pre_attn_scalar": 8},
-            "vision_config": {**TOWER, "model_type": "siglip_vision_model"},
+            "vision_config": SIGLIP,
             "mm_tokens_per_image": 4,
             "boi_token_index": ids["<start_of_image>"],
             "eoi_token_index": ids["<end_of_image>"],
@@ -78,6 +90,16 @@ def family_config(model_type: str, ids: dict[str, int], text: dict[str, Any]) ->
             "vision_config": TOWER,
             "scale_factor": 2,
             "image_token_id": ids["<image>"],
+        }
+    if model_type == "llava_onevision":
+        return {
+            "text_config": {**text, "model_type": "qwen2"},
+            "vision_config": SIGLIP,
+            "image_grid_pinpoints": PINPOINTS,
+            # So that the features of four tiles are scaled down.
+            "vision_aspect_ratio": "anyres_max_2",
+            "image_token_index": ids["<image>"],
+            "video_token_index": ids["<video>"],
         }
     tower: dict[str, Any] = {"depth": 2, "patch_size": 4, "temporal_patch_size": 2}
     if model_type == "qwen2_vl":
@@ -111,6 +133,8 @@ def family_processor(model_type: str) -> Any:
         return hf.Gemma3ImageProcessorPil(size=square)
     if model_type == "internvl":
         return hf.GotOcr2ImageProcessorPil(size=square, max_patches=4)
+    if model_type == "llava_onevision":
+        return hf.LlavaOnevisionImageProcessorPil(size=square, image_grid_pinpoints=PINPOINTS)
     if model_type in ("smolvlm", "idefics3"):
         classes = {"smolvlm": hf.SmolVLMImageProcessorPil, "idefics3": hf.Idefics3ImageProcessorPil}
         sizes = {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}}

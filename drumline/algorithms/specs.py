@@ -162,7 +162,11 @@ class PromptSpec(RolloutSpec):
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.encode import PromptRowEncoder
 
-        return PromptRowEncoder(tokenizer, self.new_tokens, data)
+        if vision is None:
+            return PromptRowEncoder(tokenizer, self.new_tokens, data)
+        from drumline.data.image_rows import VisionPromptEncoder
+
+        return VisionPromptEncoder(tokenizer, self.new_tokens, data, vision)
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
         from drumline.data.batches import placeholder_episodes

@@ -8,7 +8,7 @@ rejected ones. For rollouts: N episodes, M tokens of the longest completion.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -20,6 +20,8 @@ from drumline.data.cache import Segment, TokenCache
 from drumline.plan.plan import Plan
 
 TokenIds = npt.NDArray[np.int64]
+# The images of a prompt: `images` has their paths, `grid` a grid for each; empty without any.
+PromptImageMeta = Mapping[str, Any]
 IGNORE = -100  # a target without a loss; torch's cross_entropy ignores the same number
 # The width of a filler, a row without a sample.
 FILLER_WIDTH = 2
@@ -636,6 +638,7 @@ class Episodes:
         weights_NM: weights of the tokens in the loss.
         weight_N: weights of the episodes in the denominator of the loss.
         ended_N: bool, true if the completion was not cut before its end.
+        images: the paths and grids of each prompt's images, see `data.image_rows`.
     """
 
     prompts: list[TokenIds]
@@ -650,6 +653,7 @@ class Episodes:
     weights_NM: torch.Tensor
     weight_N: torch.Tensor
     ended_N: torch.Tensor
+    images: Sequence[PromptImageMeta]
 
     @classmethod
     def start(
@@ -657,6 +661,7 @@ class Episodes:
         prompts: Sequence[TokenIds],
         completions: Sequence[TokenIds],
         ended: Sequence[bool] | None = None,
+        images: Sequence[PromptImageMeta] | None = None,
     ) -> Episodes:
         """Return episodes of which only the tokens are known; their numbers are 0.
 
@@ -664,6 +669,7 @@ class Episodes:
             prompts: tokens, at least one of each prompt.
             completions: tokens, perhaps none.
             ended: whether each completion was not cut before its end; None: all were not.
+            images: the images of each prompt; None: no prompt has any.
         """
         assert len(prompts) == len(completions) and all(len(prompt) for prompt in prompts)
         count = len(completions)
@@ -681,6 +687,7 @@ class Episodes:
             mask_NM,
             weight_N=torch.zeros(count),
             ended_N=torch.tensor(list(ended)),
+            images=images or [{}] * count,
             **zeros,
         )
 
@@ -759,22 +766,19 @@ def collate_episodes(
         width: tokens of each row; None: those of the longest episode.
     """
     parts: list[Parts | None] = []
-    rows: list[Sequence[Segment] | None] = []
     lengths: list[int] = []
     weight = 0.0
     for pick in picks:
         if pick < 0:
             parts.append(None)
-            rows.append(None)
             lengths.append(FILLER_WIDTH)
         else:
             prompt = episodes.prompts[pick]
             completion = episodes.completions[pick]
-            episode = Parts(prompt, completion)
-            parts.append(episode)
-            rows.append([_learned_completion(episode)])
+            parts.append(Parts(prompt, completion))
             lengths.append(len(prompt) + len(completion))
             weight += float(episodes.weight_N[pick])
+    rows = episode_rows(episodes, picks)
     shares_prompts = width is None
     if width is None:
         width = max(FILLER_WIDTH, *lengths)
@@ -794,6 +798,18 @@ def collate_episodes(
                 numbers_M = getattr(episodes, of_episodes)[pick, :size]
                 fields[name][row, start : start + size] = numbers_M
     return EpisodeBatch(**fields)
+
+
+def episode_rows(episodes: Episodes, picks: Sequence[int]) -> list[Sequence[Segment] | None]:
+    """Return the rows of some episodes, one segment each; None for a filler (-1)."""
+    rows: list[Sequence[Segment] | None] = []
+    for pick in picks:
+        if pick < 0:
+            rows.append(None)
+        else:
+            parts = Parts(episodes.prompts[pick], episodes.completions[pick])
+            rows.append([_learned_completion(parts)])
+    return rows
 
 
 def _learned_completion(parts: Parts) -> Segment:

@@ -111,6 +111,17 @@ class PromptRowEncoder:
         """Return a prompt, see `RowEncoder.encode`."""
         refuse_images(row)
         text, ids = self.encoder.prompt(row)
+        tokens = self.cut(ids, row)
+        if tokens is None:
+            return None
+        meta = prompt_meta(row, text, {})
+        return EncodedSample([_without_targets(tokens)], meta, truncated=len(tokens) < len(ids))
+
+    def cut(self, ids: list[int], row: Row) -> list[int] | None:
+        """Return the tokens of a prompt that leave room for a completion; None if it is dropped.
+
+        Raises DataError for an empty prompt, and for one that is too long and may not be cut.
+        """
         if not ids:
             raise DataError(
                 "the prompt is empty",
@@ -128,19 +139,20 @@ class PromptRowEncoder:
                 where=row.origin,
                 fix="raise data.max_length, or set data.truncation to drop or left",
             )
-        tokens = ids[-self.room :]
-        return EncodedSample(
-            [_without_targets(tokens)], _prompt_meta(row, text), truncated=is_too_long
-        )
+        return ids[-self.room :]
 
 
-def _prompt_meta(row: Row, text: str) -> dict[str, Any]:
-    """Return what rewards read of a prompt, see `PromptRowEncoder`."""
+def prompt_meta(row: Row, text: str, images: dict[str, Any]) -> dict[str, Any]:
+    """Return what rewards read of a prompt, see `PromptRowEncoder`.
+
+    `images`: the paths and grids of its images; empty for a model of text.
+    """
     # Now as they will come back from the cache, which stores JSON.
     columns = json_round_trip(row.extra)
-    meta = {**columns, "prompt": text, "domain": row.domain}
+    own = {"prompt": text, "domain": row.domain, **images}
+    meta = {**columns, **own}
     clashing = {}
-    for name in ("prompt", "domain"):
+    for name in own:
         if columns.get(name) is not None:
             clashing[name] = columns[name]
     if clashing:

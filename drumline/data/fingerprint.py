@@ -116,6 +116,7 @@ def cache_key(
             "family": type(vision).__name__,
             "tokens": [vision.token_id, vision.mark_id],
             "blank": vision.blank_size,
+            "frames": data.video_max_frames,
             "processor": vision.processor.to_dict(),
         }
     text = json.dumps(parts, sort_keys=True, default=str)

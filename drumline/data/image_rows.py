@@ -4,13 +4,15 @@ A row names its images by path, relative to the folder of its data file, or hold
 (`image_files.resolve_image_path`). An image is in the content of a message (`{"type": "image",
 "image": PATH}`) or in the column `images`. The images of that column go to the slots of the
 conversation: a part `{"type": "image"}` alone, or `<image>` in a text. Without any slot they stand
-before the first question. A sample's meta is `{"images": [absolute paths], "grid": [grid of each,
+before the first question. Videos are named in the same way, by `{"type": "video"}`, the column
+`videos` and `<video>`; their frames become images in their place. A sample's meta is `{"images": [absolute paths], "grid": [grid of each,
 …]}`, in order. Pixels are read for each batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,30 +21,38 @@ import numpy as np
 
 from drumline.config.data import DataConfig
 from drumline.data.cache import cache_root
-from drumline.data.encode import JudgedRowEncoder, PairRowEncoder
+from drumline.data.encode import (
+    JudgedRowEncoder,
+    PairRowEncoder,
+    PromptRowEncoder,
+    prompt_meta,
+)
 from drumline.data.image_files import resolve_image_path
 from drumline.data.pairs import TextOrMessages
-from drumline.data.sources import Row, is_image
+from drumline.data.sources import Row, is_image, is_video
 from drumline.data.targets import EncodedSample, Encoder, TokenSegment, truncate
 from drumline.data.turns import Messages, as_messages
+from drumline.data.video_files import find_frames
 from drumline.errors import DataError
 from drumline.foreign import expanded
 from drumline.models.image_tokens import Grid, Vision
 
-# The mark in a text at which an image stands.
+# The marks in a text at which an image or a video stands.
 IMAGE_MARK = "<image>"
+VIDEO_MARK = "<video>"
+# A row of messages may have its videos in one of these columns.
+VIDEO_COLUMNS = ("videos", "video")
 # Columns that other libraries read beside a conversation. No model gets them here, so rows with
 # them are refused.
 UNSUPPORTED_COLUMNS = (
-    "video",
-    "videos",
     "audio",
     "audios",
 )
 # Column that may hold a conversation → the role of a plain text in it.
 _ROLES = {"messages": "user", "prompt": "user", "completion": "assistant"}
-# Keys of a part of a content that may name its image, in the order in which they count.
+# Keys of a part of a content that may name its image or video, in the order in which they count.
 _IMAGE_KEYS = ("image", "path", "url", "image_url")
+_VIDEO_KEYS = ("video", "path", "url", "video_url")
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,7 @@ class RowWithImageTokens:
                 "images": [path for path, _ in self.images],
                 "grid": [grid for _, grid in self.images],
             }
-        return EncodedSample([self.segment], meta, truncated)
+        return EncodedSample([self.segment], meta, truncated, self.segment.hides_reasoning)
 
 
 class ImageRows:
@@ -84,6 +94,7 @@ class ImageRows:
     def __init__(self, tokenizer: Any, data: DataConfig, vision: Vision) -> None:
         self.vision = vision
         self.root = cache_root(data)
+        self.most_frames = data.video_max_frames
         self.mark = tokenizer.convert_ids_to_tokens(vision.mark_id)
 
     def encoder(self, tokenizer: Any, data: DataConfig) -> Encoder:
@@ -97,14 +108,14 @@ class ImageRows:
     def place(self, row: Row) -> tuple[Row, list[str]]:
         """Return `place_images` of a row. Raises DataError, also for media that no model gets."""
         _refuse_unsupported_media(row)
-        return place_images(row, self.root)
+        return place_images(row, self.root, self.most_frames)
 
     def expand(self, marked: TokenSegment, paths: list[str], origin: str) -> RowWithImageTokens:
         """Return a row with the tokens of its images, whose paths are in the order of the marks.
 
         Raises DataError that names the row, `origin`.
         """
-        images = [(path, self.vision.grid(path, origin)) for path in paths]
+        images = [(path, self.vision.grid(path, origin, len(paths))) for path in paths]
         found = int((marked.tokens == self.vision.mark_id).sum())
         if found != len(images):
             what = f"{len(images)} images, but the chat template writes {found} places for them"
@@ -143,6 +154,9 @@ class VisionRowEncoder:
             return None
         # `truncated_segment` may have a part of an image at its end; this has none.
         shortened = cut_between_images(full, size, self.data.truncation == "left")
+        has_lost_images = len(shortened.images) < len(full.images)
+        if has_lost_images and self.images.vision.counts_images:
+            return None
         return shortened.encoded(truncated=True)
 
 
@@ -198,6 +212,36 @@ class VisionPairEncoder(PairRowEncoder):
         return _PromptImages(self.images, row, prompt)
 
 
+class VisionPromptEncoder(PromptRowEncoder):
+    """Encodes prompts of rollouts that may have images.
+
+    Rewards read the absolute paths of the images as `images`. A prompt that would lose an image to
+    data.max_length is left out.
+    """
+
+    def __init__(self, tokenizer: Any, new_tokens: int, data: DataConfig, vision: Vision) -> None:
+        super().__init__(tokenizer, new_tokens, data)
+        self.images = ImageRows(tokenizer, data, vision)
+        self.encoder = self.images.encoder(tokenizer, data)
+
+    def encode(self, row: Row) -> EncodedSample | None:
+        placed, paths = self.images.place(row)
+        if paths:
+            self.encoder.require_template("images need a chat template", row)
+        text, ids = self.encoder.prompt(placed)
+        marked = TokenSegment(np.asarray(ids, np.int32), np.zeros(len(ids), np.uint8))
+        full = self.images.expand(marked, paths, row.origin)
+        kept = self.cut(full.segment.tokens.tolist(), row)
+        if kept is None:
+            return None
+        lost = len(full.segment.tokens) - len(kept)
+        if lost and full.spans and full.spans[0][0] < lost:
+            return None
+        images = {"images": paths, "grid": [grid for _, grid in full.images]}
+        segment = TokenSegment(full.segment.tokens[lost:], full.segment.learn[lost:])
+        return EncodedSample([segment], prompt_meta(row, text, images), truncated=lost > 0)
+
+
 class VisionJudgedEncoder(JudgedRowEncoder):
     """Encodes judged answers whose prompts may have images.
 
@@ -214,12 +258,14 @@ class VisionJudgedEncoder(JudgedRowEncoder):
 
 
 def _refuse_unsupported_media(row: Row) -> None:
-    """Raise DataError for a row with videos, sounds, or images beside a document.
+    """Raise DataError for a row with sounds, or with images or videos beside a document.
 
     The model would not get them.
     """
     if "text" in row.values:
         images = {"image": row.extra.get("image"), "images": row.values.get("images")}
+        for name in VIDEO_COLUMNS:
+            images[name] = row.extra.get(name)
         _require_empty(images, row, "give a prompt and a completion beside it")
     unsupported = {name: row.extra.get(name) for name in UNSUPPORTED_COLUMNS}
     _require_empty(unsupported, row, "take the column or the row out")
@@ -292,7 +338,7 @@ def cut_between_images(full: RowWithImageTokens, size: int, left: bool) -> RowWi
     return RowWithImageTokens(segment, images, spans)
 
 
-def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
+def place_images(row: Row, root: Path, most_frames: int = 8) -> tuple[Row, list[str]]:
     """Return a row with its images as parts `{"type": "image"}` of contents, and their paths.
 
     That is the form that chat templates read. The paths are absolute, in order.
@@ -301,22 +347,30 @@ def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
         row: the row.
         root: the folder below which `image_files.resolve_image_path` writes images that the row
             holds as bytes.
+        most_frames: see data.video_max_frames.
 
-    Raises DataError for a URL, and if the numbers of slots and images differ.
+    Raises DataError for a URL, and if the numbers of slots and images, or of slots and videos,
+    differ.
     """
-    placer = _ImagePlacer(row, root)
+    placer = _ImagePlacer(row, root, most_frames)
     conversations: dict[str, Messages] = {}
     for key, value in row.values.items():
         if key in _ROLES:
             conversations[key] = as_messages(value, _ROLES[key])
-    if placer.waiting and not _have_image_slots(conversations):
-        _add_slots_to_first_question(conversations, len(placer.waiting))
+    if placer.waiting and not _have_slots(conversations, IMAGE_MARK, is_image):
+        _add_slots_to_first_question(conversations, IMAGE_MARK * len(placer.waiting))
+    if placer.videos and not _have_slots(conversations, VIDEO_MARK, is_video):
+        _add_slots_to_first_question(conversations, VIDEO_MARK * len(placer.videos))
     values = dict(row.values)
     for key, conversation in conversations.items():
         values[key] = [placer.place_in_turn(turn) for turn in conversation]
     if placer.waiting:
         what = f"{len(placer.waiting)} more images than places for them"
         fix = f'say where: {{"type": "image"}} in a content, or {IMAGE_MARK} in a text'
+        raise DataError(what, where=row.origin, fix=fix)
+    if placer.videos:
+        what = f"{len(placer.videos)} more videos than places for them"
+        fix = f'say where: {{"type": "video"}} in a content, or {VIDEO_MARK} in a text'
         raise DataError(what, where=row.origin, fix=fix)
     if placer.paths:
         row = replace(row, values=values)
@@ -331,13 +385,16 @@ class _ImagePlacer:
         root: see `place_images`.
         waiting: the images of the column `images` that have no slot yet; None if the row has no
             such column.
+        videos: the same for the column `videos` or `video`.
         paths: absolute paths of the images that have a slot, in order.
     """
 
-    def __init__(self, row: Row, root: Path) -> None:
+    def __init__(self, row: Row, root: Path, most_frames: int) -> None:
         self.row = row
         self.root = root
+        self.most_frames = most_frames
         self.waiting = _listed_images(row)
+        self.videos = _listed_videos(row)
         self.paths: list[str] = []
 
     def place_in_turn(self, turn: dict[str, Any]) -> dict[str, Any]:
@@ -352,25 +409,38 @@ class _ImagePlacer:
         return {**turn, "content": content}
 
     def _place_in_text(self, text: str) -> str | list[dict[str, Any]]:
-        """Return a text as parts, split at `<image>`; as it is if the row lists no images."""
-        if self.waiting is None or IMAGE_MARK not in text:
+        """Return a text as parts, split at `<image>` and `<video>`.
+
+        A mark is text if the row lists no such files. A text without marks is returned as it is.
+        """
+        marks = []
+        if self.waiting is not None:
+            marks.append(IMAGE_MARK)
+        if self.videos is not None:
+            marks.append(VIDEO_MARK)
+        if not any(mark in text for mark in marks):
             return text
         parts: list[dict[str, Any]] = []
-        for number, piece in enumerate(text.split(IMAGE_MARK)):
-            # A mark stands between two pieces.
-            if number:
+        # The pattern is a group, so the marks are pieces, too.
+        for piece in re.split(f"({'|'.join(marks)})", text):
+            if piece in marks and piece == IMAGE_MARK:
                 parts.append(self._place({}))
-            if piece:
+            elif piece in marks:
+                parts += self._place_video({})
+            elif piece:
                 parts.append({"type": "text", "text": piece})
         return parts
 
     def _place_in_parts(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the parts of a content, those of images as `{"type": "image"}`."""
+        """Return the parts of a content, those of images and frames as `{"type": "image"}`."""
         placed = []
         for part in parts:
             if is_image(part):
-                part = self._place(part)
-            placed.append(part)
+                placed.append(self._place(part))
+            elif is_video(part):
+                placed += self._place_video(part)
+            else:
+                placed.append(part)
         return placed
 
     def _place(self, part: dict[str, Any]) -> dict[str, Any]:
@@ -379,7 +449,7 @@ class _ImagePlacer:
         The part may name its image. If it does not, the next image of the column `images` is taken.
         Raises DataError if there is none.
         """
-        image = _named_image(part)
+        image = _named_file(part, _IMAGE_KEYS)
         if image is None:
             if not self.waiting:
                 raise DataError(
@@ -391,6 +461,21 @@ class _ImagePlacer:
         path = expanded(resolve_image_path(image, self.row.origin, self.root))
         self.paths.append(str((self.row.folder / path).absolute()))
         return {"type": "image"}
+
+    def _place_video(self, part: dict[str, Any]) -> list[dict[str, Any]]:
+        """Note the paths of a video's frames, and return a part for each; see `_place`."""
+        video = _named_file(part, _VIDEO_KEYS)
+        if video is None:
+            if not self.videos:
+                raise DataError(
+                    "there are more places for videos than videos",
+                    where=self.row.origin,
+                    fix="name each in the column `videos`",
+                )
+            video = self.videos.pop(0)
+        frames = find_frames(video, self.row.folder, self.most_frames, self.row.origin, self.root)
+        self.paths += frames
+        return [{"type": "image"}] * len(frames)
 
 
 def _listed_images(row: Row) -> list[Any] | None:
@@ -407,37 +492,54 @@ def _listed_images(row: Row) -> list[Any] | None:
     return [images]
 
 
-def _named_image(part: dict[str, Any]) -> Any:
-    """Return the image that a part of a content names; None if it names none."""
-    for key in _IMAGE_KEYS:
+def _listed_videos(row: Row) -> list[Any] | None:
+    """Return the videos of a row's column; None without one.
+
+    A list under `video` has the frames of one video, and a list under `videos` several videos.
+    """
+    for name in VIDEO_COLUMNS:
+        videos = row.extra.get(name)
+        if videos is None or videos == "":
+            continue
+        if name == "videos" and isinstance(videos, list):
+            return list(videos)
+        return [videos]
+    return None
+
+
+def _named_file(part: dict[str, Any], keys: Sequence[str]) -> Any:
+    """Return the image or video that a part of a content names; None if it names none."""
+    for key in keys:
         if part.get(key) is not None:
             return part[key]
     return None
 
 
-def _have_image_slots(conversations: dict[str, Messages]) -> bool:
-    """Return whether any message of some conversations has a slot for an image."""
+def _have_slots(
+    conversations: dict[str, Messages], mark: str, is_slot: Callable[[dict[str, Any]], bool]
+) -> bool:
+    """Return whether any message of some conversations has a slot for an image, or for a video.
+
+    `mark`: such a slot in a text. `is_slot`: whether a part of a content is one.
+    """
     for conversation in conversations.values():
         for turn in conversation:
-            if _has_image_slot(turn.get("content")):
+            content = turn.get("content")
+            if isinstance(content, str):
+                if mark in content:
+                    return True
+            elif any(map(is_slot, content or [])):
                 return True
     return False
 
 
-def _has_image_slot(content: Any) -> bool:
-    """Return whether a content, a text or parts, has a slot for an image."""
-    if isinstance(content, str):
-        return IMAGE_MARK in content
-    return any(map(is_image, content or []))
-
-
-def _add_slots_to_first_question(conversations: dict[str, Messages], count: int) -> None:
-    """Put `count` slots for images before the first question that is a text."""
+def _add_slots_to_first_question(conversations: dict[str, Messages], marks: str) -> None:
+    """Put the marks of images or videos before the first question that is a text."""
     for key, conversation in conversations.items():
         for number, turn in enumerate(conversation):
             content = turn.get("content")
             if turn["role"] == "user" and isinstance(content, str):
-                marked = {**turn, "content": IMAGE_MARK * count + content}
+                marked = {**turn, "content": marks + content}
                 # A new list: the row's own messages stay as they are.
                 conversations[key] = [*conversation[:number], marked, *conversation[number + 1 :]]
                 return

@@ -6,20 +6,25 @@ B rows, T tokens, N images, C channels, H × W pixels.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from drumline.data.batches import (
     Batch,
+    EpisodeBatch,
+    Episodes,
     ImageInputs,
     PairBatch,
     TokenBatch,
     collate,
+    collate_episodes,
+    episode_rows,
     pair_batch,
     pair_rows,
     read_labels,
@@ -121,7 +126,7 @@ def count_images(metas: Sequence[bytes], vision: Vision | None) -> dict[str, int
 def add_images(
     batch: AnyTokenBatch,
     rows: Sequence[Sequence[Segment] | None],
-    metas: Sequence[dict[str, Any]],
+    metas: Sequence[Mapping[str, Any]],
     vision: Vision,
 ) -> AnyTokenBatch:
     """Return a batch of tokens with the images of its rows, which are read from their files.
@@ -147,11 +152,12 @@ def add_images(
     rope_3BT = _rope_of_batch(rows, metas, batch.input_ids_BT.shape[1], vision)
     if paths:
         # Both sides of a pair have the same images.
-        by_path: dict[str, Pixels] = {}
-        for path, grid in zip(paths, grids, strict=True):
-            if path not in by_path:
-                by_path[path] = vision.patches(path, grid)
-        read = [by_path[path] for path in paths]
+        images = list(zip(paths, grids, strict=True))
+        pixels_of: dict[tuple[str, Grid], Pixels] = {}
+        for image in images:
+            if image not in pixels_of:
+                pixels_of[image] = vision.patches(*image)
+        read = [pixels_of[image] for image in images]
     else:
         grids = [vision.blank_grid]
         read = [vision.blank_pixels()]
@@ -162,7 +168,7 @@ def add_images(
 
 def width_with_images(
     rows: Sequence[Sequence[Segment] | None],
-    metas: Sequence[dict[str, Any]],
+    metas: Sequence[Mapping[str, Any]],
     width: int | None,
     vision: Vision,
 ) -> int:
@@ -214,9 +220,74 @@ def collate_vision_pairs(
     return add_images(batch, rows, metas_of_rows, vision)
 
 
+def collate_vision_episodes(
+    episodes: Episodes, picks: Sequence[int], pad_id: int, width: int | None, vision: Vision
+) -> EpisodeBatch:
+    """Return a micro-batch of episodes with the images of their prompts.
+
+    Args:
+        episodes: all episodes of a rollout.
+        picks: the indices of those of the batch; -1 is a filler.
+        pad_id: the padding token.
+        width: tokens of each row; None: those of the longest episode.
+        vision: the model's images.
+    """
+    rows = episode_rows(episodes, picks)
+    metas = [episodes.images[pick] if pick >= 0 else {} for pick in picks]
+    own_width = width_with_images(rows, metas, width, vision)
+    batch = collate_episodes(episodes, picks, pad_id, own_width)
+    return add_images(batch, rows, metas, vision)
+
+
+def images_of_segments(
+    segments: Sequence[npt.NDArray[Any]], meta: Mapping[str, Any], vision: Vision
+) -> list[dict[str, Any]]:
+    """Return the images of each segment of a sample, as the sample's meta has them.
+
+    Args:
+        segments: the tokens of each segment, from the start of the sample on.
+        meta: the images of all of its segments.
+        vision: the model's images.
+    """
+    paths = list(meta.get("images", ()))
+    grids = list(meta.get("grid", ()))
+    found = []
+    for tokens in segments:
+        left = int((tokens == vision.token_id).sum())
+        count = 0
+        while left > 0:
+            left -= vision.tokens(tuple(grids[count]))
+            count += 1
+        found.append({"images": paths[:count], "grid": grids[:count]})
+        paths = paths[count:]
+        grids = grids[count:]
+    return found
+
+
+def image_arguments(
+    metas: Sequence[Mapping[str, Any]], ids_BT: torch.Tensor, vision: Vision
+) -> dict[str, torch.Tensor]:
+    """Return the arguments of a model that completes prompts, for the images of these prompts.
+
+    Args:
+        metas: the images of each prompt; a prompt may have none.
+        ids_BT: int64, the tokens of the prompts.
+        vision: the model's images.
+    """
+    pixels: list[Pixels] = []
+    grids: list[Grid] = []
+    for meta in metas:
+        for path, grid in zip(meta.get("images", ()), meta.get("grid", ()), strict=True):
+            grids.append(tuple(grid))
+            pixels.append(vision.patches(path, tuple(grid)))
+    if not pixels:
+        return {}
+    return vision.arguments(pixels, grids, ids_BT) | vision.generation_arguments(ids_BT)
+
+
 def _rope_of_batch(
     rows: Sequence[Sequence[Segment] | None],
-    metas: Sequence[dict[str, Any]],
+    metas: Sequence[Mapping[str, Any]],
     width: int,
     vision: Vision,
 ) -> torch.Tensor | None:

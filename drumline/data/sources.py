@@ -629,10 +629,10 @@ def _check_message(message: Any, location: str, origin: str, row_number: int) ->
 
 
 def _check_content_part(part: Any, location: str, origin: str, row_number: int) -> None:
-    """Raise DataError for a part of a content that is neither a text nor an image."""
+    """Raise DataError for a part of a content that is neither a text nor an image or video."""
     if isinstance(part, dict):
         text = part.get("text")
-        if is_image(part) or isinstance(text, str):
+        if is_image(part) or is_video(part) or isinstance(text, str):
             _convert_field("text", location, text or "", origin, row_number)
             return
         found = part.get("type")
@@ -641,7 +641,7 @@ def _check_content_part(part: Any, location: str, origin: str, row_number: int) 
     if found == "text":
         found = f"text under {', '.join(map(str, part))}"
     raise DataError(
-        f"row {row_number}: {location} is {found}, neither text nor an image", where=origin
+        f"row {row_number}: {location} is {found}, neither text nor an image or video", where=origin
     )
 
 
@@ -674,7 +674,7 @@ def _clean_message(
     content = message.get("content")
     if isinstance(content, list):
         parts = [_drop_nulls(part) for part in content]
-        if any(map(is_image, parts)):
+        if any(is_image(part) or is_video(part) for part in parts):
             message["content"] = parts
         else:
             message["content"] = "".join(part["text"] for part in parts)
@@ -693,8 +693,15 @@ def is_image(part: dict[str, Any]) -> bool:
     return part.get("image") is not None
 
 
+def is_video(part: dict[str, Any]) -> bool:
+    """Return whether a part of a content is a video."""
+    if "type" in part:
+        return part["type"] in ("video", "video_url")
+    return part.get("video") is not None
+
+
 def holds_images(row: Row) -> bool:
-    """Return whether a row names images or has places for them."""
+    """Return whether a row names images or videos in its messages, or has places for them."""
     if row.values.get("images"):
         return True
     return any(_has_image_part(value) for value in row.values.values())
@@ -708,8 +715,10 @@ def _has_image_part(messages: Any) -> bool:
         if not isinstance(message, dict):
             continue
         content = message.get("content")
-        if isinstance(content, list) and any(map(is_image, content)):
-            return True
+        if isinstance(content, list):
+            for part in content:
+                if is_image(part) or is_video(part):
+                    return True
     return False
 
 

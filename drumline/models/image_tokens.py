@@ -13,7 +13,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from math import isqrt
+from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -48,6 +50,8 @@ class Vision(ABC):
     mark_id: int
     max_pixels: int | None = None
 
+    # Whether each image of a row depends on how many there are, so that a row keeps all or none.
+    counts_images: ClassVar[bool] = False
     # Why rows of this family cannot be packed; empty if they can.
     unpacked: ClassVar[str] = ""
     # The text that the model's processor puts before and behind the mark of an image.
@@ -90,18 +94,18 @@ class Vision(ABC):
         """Raise ModelError if the processor makes other pixels than the model takes."""
 
     @abstractmethod
-    def measure(self, image: Any) -> Grid:
-        """Return the grid of a picture of Pillow. Raises ValueError."""
+    def measure(self, image: Any, count: int) -> Grid:
+        """Return the grid of a picture of Pillow, one of `count` of its row. Raises ValueError."""
 
-    def grid(self, path: str, origin: str) -> Grid:
-        """Return the grid of an image file.
+    def grid(self, path: str, origin: str, count: int = 1) -> Grid:
+        """Return the grid of an image file, one of `count` of its row.
 
         The image is decoded, so that a damaged one is found before training. Raises DataError that
         names `origin` (a row) and the path.
         """
         image = read_image(path, origin)
         try:
-            return self.measure(image)
+            return self.measure(image, count)
         except ValueError as error:
             raise DataError(f"image {path}: {error}", where=origin) from error
 
@@ -118,15 +122,18 @@ class Vision(ABC):
         return [self.tokens(grid)]
 
     @abstractmethod
-    def process(self, image: Any) -> tuple[Pixels, Grid]:
-        """Return the pixels of a picture of Pillow as the model takes them, and its grid."""
+    def process(self, image: Any, grid: Grid) -> tuple[Pixels, Grid]:
+        """Return the pixels of a picture of Pillow as the model takes them, and its grid.
+
+        `grid`: the one that it had when it was prepared.
+        """
 
     def patches(self, path: str, grid: Grid) -> Pixels:
         """Return the pixels of an image file as the model takes them.
 
         Raises DataError if its size has changed since it was prepared.
         """
-        pixels, grid_now = self.process(read_image(path, "data"))
+        pixels, grid_now = self.process(read_image(path, "data"), grid)
         if tuple(grid_now) != tuple(grid):
             what = f"image {path}: it has another size than when it was prepared"
             fix = "put it back, or remove the prepared data (data.cache_dir)"
@@ -152,6 +159,10 @@ class Vision(ABC):
         self, pixels: Sequence[Pixels], grids: Sequence[Grid], ids_BT: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """Return the arguments of the model for the images of a batch, in the order of its rows."""
+
+    def generation_arguments(self, ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what a model that generates needs besides `arguments`, for prompts with images."""
+        return {}
 
     def positions(
         self, tokens: npt.NDArray[Any], grids: list[Grid]
@@ -206,7 +217,7 @@ class QwenVision(Vision):
             fix = "use the preprocessor_config.json that belongs to the model"
             raise ModelError(what, where=self.path, fix=fix)
 
-    def measure(self, image: Any) -> Grid:
+    def measure(self, image: Any, count: int) -> Grid:
         from drumline.vendor.transformers import smart_resize
 
         size = self.processor.size
@@ -224,7 +235,7 @@ class QwenVision(Vision):
         frames, height, width = grid
         return frames * height * width // self.merge**2
 
-    def process(self, image: Any) -> tuple[Pixels, Grid]:
+    def process(self, image: Any, grid: Grid) -> tuple[Pixels, Grid]:
         processed = self.processor([image], return_tensors="np")
         return processed["pixel_values"], tuple(processed["image_grid_thw"][0].tolist())
 
@@ -242,6 +253,10 @@ class QwenVision(Vision):
         pixels_PD = torch.from_numpy(np.concatenate(pixels))
         grid_N3 = torch.tensor([list(grid) for grid in grids], dtype=torch.int64)
         return {"pixel_values": pixels_PD, "image_grid_thw": grid_N3}
+
+    def generation_arguments(self, ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+        # The model finds the positions of tokens by these.
+        return {"mm_token_type_ids": (ids_BT == self.token_id).int()}
 
     def positions(
         self, tokens: npt.NDArray[Any], grids: list[Grid]
@@ -314,7 +329,8 @@ class TileVision(Vision):
         """Raise ModelError if the processor makes tiles of another side than the model takes."""
         from PIL import Image
 
-        pixels, _ = self.process(Image.new("RGB", (self.side, self.side)))
+        square = Image.new("RGB", (self.side, self.side))
+        pixels, _ = self.process(square, self.blank_grid)
         if pixels.shape[-2:] != (self.side, self.side):
             what = (
                 f"its image processor makes {pixels.shape[-1]} × {pixels.shape[-2]} pixels,"
@@ -362,7 +378,7 @@ class GemmaVision(TileVision):
         what = f"this model scales each image to {self.side} × {self.side} pixels"
         raise ModelError(what, where="data.image_max_pixels", fix="take it out")
 
-    def measure(self, image: Any) -> Grid:
+    def measure(self, image: Any, count: int) -> Grid:
         return (1,)
 
     def tokens(self, grid: Grid) -> int:
@@ -371,7 +387,7 @@ class GemmaVision(TileVision):
     def sequence(self, grid: Grid) -> list[int]:
         return [self.mark_id, *super().sequence(grid), self.end_id]
 
-    def process(self, image: Any) -> tuple[Pixels, Grid]:
+    def process(self, image: Any, grid: Grid) -> tuple[Pixels, Grid]:
         processed = self.processor([image], return_tensors="np", do_pan_and_scan=False)
         return processed["pixel_values"], (1,)
 
@@ -410,7 +426,7 @@ class InternVision(TileVision):
         processor.max_patches = max(1, min(processor.max_patches, most // self.side**2))
         processor.min_patches = min(processor.min_patches, processor.max_patches)
 
-    def measure(self, image: Any) -> Grid:
+    def measure(self, image: Any, count: int) -> Grid:
         options = {"crop_to_patches": True}
         tiles = self.processor.get_number_of_image_patches(image.height, image.width, options)
         return (int(tiles),)
@@ -423,7 +439,7 @@ class InternVision(TileVision):
         end = self.require_token("</img>")
         return [start, *super().sequence(grid), end]
 
-    def process(self, image: Any) -> tuple[Pixels, Grid]:
+    def process(self, image: Any, grid: Grid) -> tuple[Pixels, Grid]:
         processed = self.processor([image], return_tensors="np", crop_to_patches=True)
         pixels = processed["pixel_values"]
         return pixels, (len(pixels),)
@@ -457,8 +473,8 @@ class SmolVision(TileVision):
         longest = min(processor.size["longest_edge"], tiles * self.side)
         processor.size = size_type(longest_edge=longest)
 
-    def measure(self, image: Any) -> Grid:
-        _, grid = self.process(image)
+    def measure(self, image: Any, count: int) -> Grid:
+        _, grid = self.process(image, (0, 0))
         return grid
 
     def tokens(self, grid: Grid) -> int:
@@ -483,7 +499,7 @@ class SmolVision(TileVision):
             sequence += self.tokenizer(breaks, add_special_tokens=False)["input_ids"]
         return [*sequence, fake, whole, *tile, fake]
 
-    def process(self, image: Any) -> tuple[Pixels, Grid]:
+    def process(self, image: Any, grid: Grid) -> tuple[Pixels, Grid]:
         processed = self.processor([image], return_tensors="np", return_row_col_info=True)
         rows = int(processed["rows"][0][0])
         columns = int(processed["cols"][0][0])
@@ -505,6 +521,96 @@ class SmolVision(TileVision):
         return {"pixel_values": tiles[None]}
 
 
+@dataclass(frozen=True)
+class OneVision(TileVision):
+    """LLaVA-OneVision: the only image of a row is one tile of all of it, and tiles of its parts.
+
+    If a row has several images, each is one tile. A grid is (1 for the only image of a row and 0 for
+    others, height, width), in pixels of the file.
+
+    Attributes:
+        config: transformers' config of the model.
+    """
+
+    config: Any = None
+
+    counts_images: ClassVar[bool] = True
+
+    @classmethod
+    def of_config(
+        cls, path: str, model: ModelConfig, config: Any, max_pixels: int | None = None
+    ) -> Self:
+        side = int(config.vision_config.image_size)
+        size = (side // int(config.vision_config.patch_size)) ** 2
+        token_id = int(config.image_token_id)
+        return cls(path, model, token_id, token_id, max_pixels, side, size, config)
+
+    def limit_pixels(self, processor: Any, most: int) -> None:
+        what = "this model cuts images as its config says, image_grid_pinpoints"
+        raise ModelError(what, where="data.image_max_pixels", fix="take it out")
+
+    def measure(self, image: Any, count: int) -> Grid:
+        return int(count == 1), image.height, image.width
+
+    def tiles(self, grid: Grid) -> int:
+        """Return the number of tiles of an image."""
+        from drumline.vendor.transformers import image_size_to_num_patches
+
+        is_alone, *size = grid
+        if not is_alone:
+            return 1
+        pinpoints = self.config.image_grid_pinpoints
+        return int(image_size_to_num_patches(size, pinpoints, self.side))
+
+    def tokens(self, grid: Grid) -> int:
+        from transformers import LlavaOnevisionModel
+
+        # The model itself says how many features of the tiles remain.
+        features = torch.zeros(self.tiles(grid), self.size, 1)
+        model: Any = SimpleNamespace(config=self.config)
+        _, counts = LlavaOnevisionModel.pack_image_features(
+            model,
+            [features],
+            torch.tensor([grid[1:]]),
+            image_newline=torch.zeros(1),
+            vision_aspect_ratio=self.config.vision_aspect_ratio,
+        )
+        return int(counts[0])
+
+    def process(self, image: Any, grid: Grid) -> tuple[Pixels, Grid]:
+        images = [image]
+        if not grid[0]:
+            # The processor makes one tile of each of several images.
+            images = [image, image]
+        processed = self.processor([images], return_tensors="np")
+        return processed["pixel_values"][0], (grid[0], image.height, image.width)
+
+    @property
+    def blank_grid(self) -> Grid:
+        return 1, self.side, self.side
+
+    def blank_pixels(self) -> Pixels:
+        tiles = self.tiles(self.blank_grid)
+        return np.zeros((tiles, 3, self.side, self.side), np.float32)
+
+    def arguments(
+        self, pixels: Sequence[Pixels], grids: Sequence[Grid], ids_BT: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        arguments = super().arguments(pixels, grids, ids_BT)
+        sizes = [list(grid[1:]) for grid in grids]
+        arguments["image_sizes"] = torch.tensor(sizes)
+        # The images of each row that has some. Several follow each other, whatever the rows are.
+        counts: list[int] = []
+        for is_alone, group in groupby(grid[0] for grid in grids):
+            images = len(list(group))
+            if is_alone:
+                counts += [1] * images
+            else:
+                counts.append(images)
+        arguments["batch_num_images"] = torch.tensor(counts)
+        return arguments
+
+
 def _first(sizes: Any) -> Any:
     """Return the first of two sides, or the side of a square."""
     if isinstance(sizes, (list, tuple)):
@@ -523,6 +629,7 @@ FAMILIES: dict[str, type[Vision]] = {
     "internvl": InternVision,
     "smolvlm": SmolVision,
     "idefics3": SmolVision,
+    "llava_onevision": OneVision,
 }
 
 

@@ -21,6 +21,9 @@ PLACES = {
     "cached_file": "transformers.utils.hub:cached_file",
     "find_packed_sequence_indices": "transformers.masking_utils:find_packed_sequence_indices",
     "get_model_conversion_mapping": "transformers.conversion_mapping:get_model_conversion_mapping",
+    "image_size_to_num_patches": (
+        "transformers.models.llava_onevision.modeling_llava_onevision:image_size_to_num_patches"
+    ),
     "initialization": "transformers.initialization",
     "masking_utils": "transformers.masking_utils",
     "packed_sequence_mask_function": "transformers.masking_utils:packed_sequence_mask_function",

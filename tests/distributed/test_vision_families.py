@@ -41,12 +41,40 @@ BASE: Sections = {
     "checkpoint": UNSAVED,
     "run": {"steps": 3},
 }
-FAMILIES = ("gemma3", "internvl", "smolvlm", "idefics3", "qwen2_5_vl", "qwen2_vl")
+FAMILIES = (
+    "gemma3",
+    "internvl",
+    "smolvlm",
+    "idefics3",
+    "llava_onevision",
+    "qwen2_5_vl",
+    "qwen2_vl",
+)
 PAIRS = ("dpo", "orpo", "simpo", "kto")
+# Two prompts a step: one with an image, one without.
+GRPO: Sections = {
+    "algorithm": {
+        "kind": "grpo",
+        "group_size": 2,
+        "generator": {"kind": "hf", "max_new_tokens": 6},
+        "rewards": [
+            {"kind": "regex", "pattern": "[aeiou]", "full": False},
+            {"kind": "length", "free": 2, "limit": 6, "weight": 0.5},
+        ],
+        "kl": {"coefficient": 0.1},
+    },
+    "batch": {"global_samples": 4, "micro_batch": 1},
+}
 CASES: dict[str, Sections] = {
     **{family: {} for family in FAMILIES},
     **{kind: {"algorithm": {"kind": kind}} for kind in PAIRS},
-    "tower frozen": {"model": {"freeze": ["vision"]}},
+    "grpo": GRPO,
+    "tower frozen": {
+        "model": {"freeze": ["vision"]},
+        # Held-out prompts with images are answered.
+        "eval": {"samples": 3, "max_new_tokens": 4, "at_start": False},
+        "data": {"holdout": 3},
+    },
     "tower adapted": {"adapter": {"kind": "lora", "r": 4, "targets": ["vision", "language"]}},
 }
 STRATEGIES = ("ddp", "fsdp2")
@@ -55,9 +83,11 @@ STAY = (
     ("gemma3", "fsdp2"),
     ("internvl", "ddp"),
     ("smolvlm", "fsdp2"),
+    ("llava_onevision", "fsdp2"),
     ("qwen2_5_vl", "ddp"),
     ("dpo", "fsdp2"),
     ("kto", "ddp"),
+    ("grpo", "fsdp2"),
     ("tower adapted", "fsdp2"),
 )
 
@@ -135,3 +165,12 @@ def test_same_numbers_as_one_process(runs: Path, case: str, strategy: str) -> No
     assert len(events(mine, "step")) == 3
     # It learns: otherwise all would be equal.
     assert len(set(column(reference, "loss"))) == 3
+    assert _answers(mine) == _answers(reference)
+
+
+def _answers(run: Path) -> list[str]:
+    """Return the answers to held-out prompts, in order."""
+    texts = []
+    for event in events(run, "samples"):
+        texts += [each["text"] for each in event["samples"]]
+    return texts

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import io
 import re
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from drumline.data.cache import TokenCache
 from drumline.data.image_files import resolve_image_path
 from drumline.data.image_rows import cut_between_images as cut_images
 from drumline.data.image_rows import expand_marks, place_images
-from drumline.data.images import collate_vision
+from drumline.data.images import collate_vision, images_of_segments
 from drumline.data.sources import Row, read_rows
 from drumline.data.targets import TokenSegment
-from drumline.errors import DataError, ModelError, PlanError, UserError
+from drumline.data.video_files import choose_frames
+from drumline.errors import DataError, EnvironmentFault, ModelError, PlanError, UserError
 from drumline.inference.evaluate import answer_held_out_prompts
 from drumline.models.adapters import inject, target_names
 from drumline.models.build import build_model
@@ -250,6 +252,20 @@ def test_no_image_is_cut_in_two(
         assert (found.segment.tokens[start:stop] == 9).all()
 
 
+def test_images_of_the_segments_of_a_sample() -> None:
+    """A pack's images go to its documents in order, and those behind a cut to nobody."""
+    eyes = QwenVision("", ModelConfig(), token_id=9, mark_id=9, merge=2)
+    meta = {"images": ["a", "b", "c"], "grid": [[1, 4, 4], [1, 2, 2], [1, 2, 4]]}
+    first = np.array([1, 9, 9, 9, 9, 2, 9], np.uint16)
+    second = np.array([1, 2], np.uint16)
+    third = np.array([9, 9, 3], np.uint16)
+    found = images_of_segments([first, second, third], meta, eyes)
+
+    assert [each["images"] for each in found] == [["a", "b"], [], ["c"]]
+    assert found[0]["grid"] == [[1, 4, 4], [1, 2, 2]]
+    assert images_of_segments([first[:6]], meta, eyes)[0]["images"] == ["a"]
+
+
 def placed(folder: Path, **values: Any) -> tuple[list[Any], list[str]]:
     """Return the contents of a row's turns, and the names of its images."""
     row = next(read_rows_of(folder, values))
@@ -296,6 +312,64 @@ def test_ways_to_say_where_an_image_stands(tmp_path: Path) -> None:
     tag = "a tag: <image>"
 
     assert placed(tmp_path, messages=user(tag)) == ([tag], [])
+
+
+def test_a_video_is_its_frames(tmp_path: Path) -> None:
+    """A list, a folder, several videos; in order, at equal distances, among images and texts."""
+    folder = tmp_path / "clip"
+    folder.mkdir()
+    for number in range(1, 13):
+        (folder / f"frame{number}.png").touch()
+    (folder / "notes.txt").touch()
+    text = {"type": "text", "text": "hm"}
+    frames = ["a.png", "b.png"]
+    by_part = placed(tmp_path, messages=user([{"type": "video", "video": frames}, text]))
+
+    assert by_part == ([[IMAGE, IMAGE, text]], frames)
+
+    marked = placed(
+        tmp_path, messages=user("<video>hm<image><video>"), videos=[frames, ["c.png"]], images="d"
+    )
+
+    assert marked == ([[IMAGE, IMAGE, text, IMAGE, IMAGE]], ["a.png", "b.png", "d", "c.png"])
+
+    _, names = placed(tmp_path, prompt="hm", completion="ah", video="clip")
+
+    assert names == [f"frame{number}.png" for number in (1, 3, 4, 6, 7, 9, 10, 12)]
+    assert choose_frames(5, 3) == [0, 2, 4]
+    assert choose_frames(5, 1) == [0]
+    assert placed(tmp_path, messages=user("a tag: <video>")) == (["a tag: <video>"], [])
+
+
+def test_a_video_file_is_decoded_or_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(b"no video")
+    row = {"messages": user("<video>"), "videos": ["clip.mp4"]}
+    monkeypatch.setitem(sys.modules, "av", None)
+
+    with pytest.raises(EnvironmentFault, match=r"clip\.mp4: its frames are decoded by .* av"):
+        placed(tmp_path, **row)
+
+    monkeypatch.undo()
+    av = pytest.importorskip("av")
+
+    with pytest.raises(DataError, match=r"clip\.mp4: cannot be read"):
+        placed(tmp_path, **row)
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width = 16
+        stream.height = 16
+        for number in range(10):
+            pixels = np.full((16, 16, 3), 20 * number, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels)))
+        container.mux(stream.encode())
+    (parts,), names = placed(tmp_path, **row)
+
+    assert parts == [IMAGE] * 8
+    assert len({(tmp_path / "images" / name).read_bytes() for name in names}) == 8
 
 
 def data_url(data: bytes) -> str:
@@ -422,17 +496,25 @@ MISTAKES: dict[str, dict[str, Any]] = {
     r"content\[0\] is text under type, body, neither": {
         "messages": user([{"type": "text", "body": "a"}]),
     },
-    r"content\[0\] is video, neither text nor an image": {"messages": user([{"type": "video"}])},
+    r"content\[0\] is sound, neither text nor an image": {"messages": user([{"type": "sound"}])},
+    "more places for videos than videos": {"messages": user([{"type": "video"}])},
+    "2 more videos than places": {
+        "messages": user([{"type": "text", "text": "a"}, {"type": "video", "video": ["a.png"]}]),
+        "videos": ["a", "b"],
+    },
+    "a.mp4: no such file or folder": {
+        "prompt": "<video>x",
+        "completion": "x",
+        "videos": ["a.mp4"],
+    },
+    "a video has no frames": {"messages": user("x"), "video": []},
+    "a video is given as int": {"messages": user("<video>"), "videos": [1]},
     "gone.png: no such file": {"prompt": "<image>", "completion": "x", "images": ["gone.png"]},
     "bad.png: cannot be read": {"prompt": "<image>", "completion": "x", "images": ["bad.png"]},
     "given as an empty text": {"prompt": "x", "completion": "x", "images": [""]},
     "what column 'image' holds would be left out": {"text": "a picture", "image": "a.png"},
     "what column 'images' holds would be left out": {"text": "a <image>", "images": ["a.png"]},
-    "what column 'videos' holds would be left out": {
-        "prompt": "<video>x",
-        "completion": "x",
-        "videos": ["a.mp4"],
-    },
+    "what column 'videos' holds would be left out": {"text": "a", "videos": ["a.mp4"]},
     "what column 'audio' holds would be left out": {
         "messages": user("x"),
         "audio": {"path": "a.mp3"},

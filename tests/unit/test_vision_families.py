@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from drumline.config.data import DataConfig, FileSource
@@ -19,7 +21,7 @@ from drumline.data.images import collate_vision
 from drumline.data.sources import read_rows
 from drumline.errors import ModelError, PlanError
 from drumline.models.head import can_split, trial_batch
-from drumline.models.image_tokens import FAMILIES, GemmaVision, Vision
+from drumline.models.image_tokens import FAMILIES, GemmaVision, OneVision, Vision
 from drumline.models.load import load_config
 from drumline.models.parts import PARTS, names_in_part
 from drumline.models.tokenizer import load_tokenizer
@@ -40,7 +42,15 @@ pytestmark = pytest.mark.skipif(
     reason="this transformers reads images with torchvision alone",
 )
 # Qwen3-VL is in test_vision.
-TESTED = ("gemma3", "internvl", "smolvlm", "idefics3", "qwen2_5_vl", "qwen2_vl")
+TESTED = (
+    "gemma3",
+    "internvl",
+    "smolvlm",
+    "idefics3",
+    "llava_onevision",
+    "qwen2_5_vl",
+    "qwen2_vl",
+)
 # Columns and rows of pixels of an image that several families cut into tiles.
 WIDE = (40, 20)
 
@@ -70,7 +80,7 @@ def processed(vision: Vision, images: list[Any]) -> dict[str, torch.Tensor]:
     listed: Any = images
     if family(vision) == "internvl":
         options["crop_to_patches"] = True
-    if family(vision) in ("smolvlm", "idefics3"):
+    if family(vision) in ("smolvlm", "idefics3", "llava_onevision"):
         listed = [images]
     result = dict(vision.processor(listed, **options))
     result.pop("num_patches", None)
@@ -102,6 +112,18 @@ def text_of_image(vision: Vision, image: Any) -> str:
             image_token="<image>",
             global_image_token="<global-img>",
         )
+    if kind == "llava_onevision":
+        own = SimpleNamespace(
+            image_token="<image>",
+            num_image_tokens=16,
+            vision_feature_select_strategy="full",
+            vision_aspect_ratio="anyres_max_2",
+            image_processor=vision.processor,
+        )
+        for name in ("_get_number_of_features", "_get_unpadded_features"):
+            setattr(own, name, partial(getattr(LlavaOnevisionProcessor, name), own))
+        inputs = processed(vision, [image])
+        return LlavaOnevisionProcessor.replace_image_token(own, inputs, 0)
     _, height, width = processed(vision, [image])["image_grid_thw"][0].tolist()
     return "<|image_pad|>" * (height * width // 4)
 
@@ -234,16 +256,16 @@ def test_trial_batches_run_the_whole_model(vision: Vision) -> None:
 def test_the_most_pixels_of_an_image(vision: Vision) -> None:
     config = vision.model
     picture = Image.new("RGB", WIDE)
-    before = vision.tokens(vision.measure(picture))
+    before = vision.tokens(vision.measure(picture, 1))
 
-    if isinstance(vision, GemmaVision):
-        with pytest.raises(ModelError, match="this model scales each image to 16 × 16"):
-            find_vision(config, image_max_pixels=SIDE**2).measure(picture)
+    if isinstance(vision, GemmaVision | OneVision):
+        with pytest.raises(ModelError, match=r"this model (scales each image|cuts images)"):
+            find_vision(config, image_max_pixels=SIDE**2).measure(picture, 1)
     else:
         limited = find_vision(config, image_max_pixels=SIDE**2)
 
         assert limited is not None
-        assert limited.tokens(limited.measure(picture)) < before
+        assert limited.tokens(limited.measure(picture, 1)) < before
 
 
 def test_every_family_is_tested() -> None:
