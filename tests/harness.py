@@ -368,3 +368,16 @@ def survivors(marker: str) -> list[int]:
         if pid != me and any(marker in part for part in line):
             found.append(pid)
     return found
+
+
+def vision_pair_rows(folder: Path, number: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Pairs of answers to the questions of `vision_rows`, whose images they share."""
+    rows = []
+    others = chat_rows(number, seed + 100, longest=6)
+    for said, other in zip(vision_rows(folder, number, seed), others, strict=True):
+        question, answer = said["messages"]
+        pair = {"prompt": [question], "chosen": answer["content"], "rejected": other["completion"]}
+        if "images" in said:
+            pair["images"] = said["images"]
+        rows.append(pair)
+    return rows

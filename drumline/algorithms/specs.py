@@ -78,7 +78,11 @@ class PairSpec(AlgorithmSpec):
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.encode import PairRowEncoder
 
-        return PairRowEncoder(tokenizer, data)
+        if vision is None:
+            return PairRowEncoder(tokenizer, data)
+        from drumline.data.image_rows import VisionPairEncoder
+
+        return VisionPairEncoder(tokenizer, data, vision)
 
     def collator(self, plan: Plan, width: int | None) -> CollatorFactory:
         from drumline.data.collators import pair_collator
@@ -97,6 +101,7 @@ class PairSpec(AlgorithmSpec):
 class AnswerPairSpec(PairSpec, ChunkedSpec):
     """The base of algorithms that compare the log-probabilities of the answers of a pair."""
 
+    sees_images: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = (
         *PairSpec.metrics,
         "reward_chosen",
@@ -113,6 +118,7 @@ class JudgedSpec(ChunkedSpec):
     The rejected and the chosen answer of a pair are read as two such answers.
     """
 
+    sees_images: ClassVar[bool] = True
     columns: ClassVar[str] = (
         "`prompt`, `completion` and `label`, or `prompt`, `chosen` and `rejected`"
     )
@@ -132,7 +138,11 @@ class JudgedSpec(ChunkedSpec):
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.encode import JudgedRowEncoder
 
-        return JudgedRowEncoder(tokenizer, data)
+        if vision is None:
+            return JudgedRowEncoder(tokenizer, data)
+        from drumline.data.image_rows import VisionJudgedEncoder
+
+        return VisionJudgedEncoder(tokenizer, data, vision)
 
     def check_rows(self, train: Any) -> None:
         """Raise DataError if all answers have the same label."""
@@ -189,7 +199,11 @@ class PromptSpec(RolloutSpec):
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.encode import PromptRowEncoder
 
-        return PromptRowEncoder(tokenizer, self.new_tokens, data)
+        if vision is None:
+            return PromptRowEncoder(tokenizer, self.new_tokens, data)
+        from drumline.data.image_rows import VisionPromptEncoder
+
+        return VisionPromptEncoder(tokenizer, self.new_tokens, data, vision)
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
         from drumline.data.batches import placeholder_episodes

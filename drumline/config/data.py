@@ -545,6 +545,12 @@ class DataConfig(Section):
         le=10**10,
         description="Images with more pixels are scaled down in proportion; null: the image processor's limit.",
     )
+    video_max_frames: int = Field(
+        8,
+        gt=0,
+        le=10**4,
+        description="Frames of a video, at equal distances; the model gets them as images.",
+    )
     learn_on: Literal["assistant", "all"] = Field(
         "assistant", description="Tokens with loss: assistant turns and completions, or all."
     )

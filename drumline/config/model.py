@@ -180,7 +180,8 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(False, description="Run the code that comes with the model.")
     freeze: list[str] = Field(
         [],
-        description="Modules or parameters to freeze, with everything below them, such as model.visual.",
+        description="Modules or parameters to freeze, with everything below them, such as model.embed_tokens. Of vision-language models"
+        " also their parts: vision, projector or language.",
     )
     sync_batchnorm: bool = Field(
         False, description="Synchronise the statistics of batch norms over ranks."

@@ -8,7 +8,7 @@ rejected ones. For rollouts: N episodes, M tokens of the longest completion.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -20,6 +20,8 @@ from drumline.data.cache import Segment, TokenCache
 from drumline.plan.plan import Plan
 
 TokenIds = npt.NDArray[np.int64]
+# The images of a prompt: `images` has their paths, `grid` a grid for each; empty without any.
+PromptImageMeta = Mapping[str, Any]
 IGNORE = -100  # a target without a loss; torch's cross_entropy ignores the same number
 # The width of a filler, a row without a sample.
 FILLER_WIDTH = 2
@@ -221,6 +223,36 @@ def _nonzero_lengths(segments: Iterable[npt.NDArray[Any]]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class ImageInputs(Batch):
+    """The images of a batch of a vision-language model.
+
+    Attributes:
+        arguments: tensors by the name of the model's argument, such as pixel_values. Images are in
+            the order of the batch's rows.
+        rope_3BT: int64, position in time, height and width of each token, as the model's
+            get_rope_index counts them, restarted in each segment; None: they are 0, 1, 2, …
+    """
+
+    arguments: dict[str, torch.Tensor]
+    rope_3BT: torch.Tensor | None = None
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        changed = super().each(change)
+        arguments = {name: change(tensor) for name, tensor in self.arguments.items()}
+        return replace(changed, arguments=arguments)
+
+    def inputs(self, position_ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return arguments of a model, in addition to the tokens.
+
+        Of four positions the first separates documents, the others are for the rotary embedding.
+        """
+        if self.rope_3BT is None:
+            return self.arguments
+        positions_4BT = torch.cat((position_ids_BT[None], self.rope_3BT))
+        return {**self.arguments, "position_ids": positions_4BT}
+
+
+@dataclass(frozen=True)
 class TokenBatch(Batch):
     """One micro-batch of text. All tensors are int64 [B, T] unless stated.
 
@@ -246,6 +278,7 @@ class TokenBatch(Batch):
         learned_on_host_M: `learned_M` in host memory, also if the batch is on a device. Code that
             cuts the batch reads it.
         shared: the same tokens with each prompt once, if rows have prompts in common.
+        images: the images of the rows; None for a model of text.
     """
 
     input_ids_BT: torch.Tensor
@@ -258,6 +291,7 @@ class TokenBatch(Batch):
     learned_M: torch.Tensor | None = field(default=None, kw_only=True)
     learned_on_host_M: TokenIds | None = field(default=None, kw_only=True)
     shared: SharedPrompts | None = field(default=None, kw_only=True)
+    images: ImageInputs | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.lengths_B is None:
@@ -282,7 +316,10 @@ class TokenBatch(Batch):
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """Return the arguments of a model."""
-        return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
+        inputs = {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
+        if self.images is not None:
+            inputs.update(self.images.inputs(self.position_ids_BT))
+        return inputs
 
 
 def read_segments(cache: TokenCache, samples: Sequence[int]) -> list[Sequence[Segment] | None]:
@@ -453,16 +490,7 @@ def pair_batch(
         pad_id: the padding token.
         width: tokens of each row; None: those of the longest side.
     """
-    chosen: list[Sequence[Segment] | None] = []
-    rejected: list[Sequence[Segment] | None] = []
-    for pair in pairs:
-        if pair is None:
-            chosen.append(None)
-            rejected.append(None)
-        else:
-            chosen.append(pair[:1])
-            rejected.append(pair[1:2])
-    rows = chosen + rejected
+    rows = pair_rows(pairs)
     fields: dict[str, Any] = vars(collate(rows, pad_id, width))
     # With a fixed width prompts are not shared: compiled blocks and pipeline stages need one shape.
     if width is None:
@@ -482,6 +510,23 @@ def pair_batch(
     fields["weight"] = sum(is_real)
     fields["margin_P"] = torch.tensor(margins, dtype=torch.float32)
     return PairBatch(**fields)
+
+
+def pair_rows(pairs: Sequence[Sequence[Segment] | None]) -> list[Sequence[Segment] | None]:
+    """Return the rows of a batch of pairs: the chosen sides, then the rejected ones.
+
+    `pairs`: the two segments of each pair; None for a filler, which has two rows, too.
+    """
+    chosen: list[Sequence[Segment] | None] = []
+    rejected: list[Sequence[Segment] | None] = []
+    for pair in pairs:
+        if pair is None:
+            chosen.append(None)
+            rejected.append(None)
+        else:
+            chosen.append(pair[:1])
+            rejected.append(pair[1:2])
+    return chosen + rejected
 
 
 def _split_at_answer(segment: Segment) -> Parts:
@@ -612,6 +657,7 @@ class Episodes:
         weights_NM: weights of the tokens in the loss.
         weight_N: weights of the episodes in the denominator of the loss.
         ended_N: bool, true if the completion was not cut before its end.
+        images: the paths and grids of each prompt's images, see `data.image_rows`.
     """
 
     prompts: list[TokenIds]
@@ -626,6 +672,7 @@ class Episodes:
     weights_NM: torch.Tensor
     weight_N: torch.Tensor
     ended_N: torch.Tensor
+    images: Sequence[PromptImageMeta]
 
     @classmethod
     def start(
@@ -633,6 +680,7 @@ class Episodes:
         prompts: Sequence[TokenIds],
         completions: Sequence[TokenIds],
         ended: Sequence[bool] | None = None,
+        images: Sequence[PromptImageMeta] | None = None,
     ) -> Episodes:
         """Return episodes of which only the tokens are known; their numbers are 0.
 
@@ -640,6 +688,7 @@ class Episodes:
             prompts: tokens, at least one of each prompt.
             completions: tokens, perhaps none.
             ended: whether each completion was not cut before its end; None: all were not.
+            images: the images of each prompt; None: no prompt has any.
         """
         assert len(prompts) == len(completions) and all(len(prompt) for prompt in prompts)
         count = len(completions)
@@ -657,6 +706,7 @@ class Episodes:
             mask_NM,
             weight_N=torch.zeros(count),
             ended_N=torch.tensor(list(ended)),
+            images=images or [{}] * count,
             **zeros,
         )
 
@@ -735,22 +785,19 @@ def collate_episodes(
         width: tokens of each row; None: those of the longest episode.
     """
     parts: list[Parts | None] = []
-    rows: list[Sequence[Segment] | None] = []
     lengths: list[int] = []
     weight = 0.0
     for pick in picks:
         if pick < 0:
             parts.append(None)
-            rows.append(None)
             lengths.append(FILLER_WIDTH)
         else:
             prompt = episodes.prompts[pick]
             completion = episodes.completions[pick]
-            episode = Parts(prompt, completion)
-            parts.append(episode)
-            rows.append([_learned_completion(episode)])
+            parts.append(Parts(prompt, completion))
             lengths.append(len(prompt) + len(completion))
             weight += float(episodes.weight_N[pick])
+    rows = episode_rows(episodes, picks)
     shares_prompts = width is None
     if width is None:
         width = max(FILLER_WIDTH, *lengths)
@@ -770,6 +817,18 @@ def collate_episodes(
                 numbers_M = getattr(episodes, of_episodes)[pick, :size]
                 fields[name][row, start : start + size] = numbers_M
     return EpisodeBatch(**fields)
+
+
+def episode_rows(episodes: Episodes, picks: Sequence[int]) -> list[Sequence[Segment] | None]:
+    """Return the rows of some episodes, one segment each; None for a filler (-1)."""
+    rows: list[Sequence[Segment] | None] = []
+    for pick in picks:
+        if pick < 0:
+            rows.append(None)
+        else:
+            parts = Parts(episodes.prompts[pick], episodes.completions[pick])
+            rows.append([_learned_completion(parts)])
+    return rows
 
 
 def _learned_completion(parts: Parts) -> Segment:

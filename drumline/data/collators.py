@@ -10,9 +10,10 @@ from typing import Any
 
 from drumline.data.batches import collate, collate_labelled_texts, collate_pairs, read_segments
 from drumline.data.cache import TokenCache
-from drumline.data.images import collate_labelled_images, collate_vision
+from drumline.data.images import collate_labelled_images, collate_vision, collate_vision_pairs
 from drumline.data.judged import collate_judged, collate_mismatched
 from drumline.data.retrieval import collate_candidates, collate_retrieval
+from drumline.models.image_tokens import Vision
 from drumline.models.load import load_config
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import load_processor, side_of, vision_of
@@ -38,20 +39,28 @@ def text_collator(plan: Plan, width: int | None) -> CollatorFactory:
         width: tokens of every row; None: those of the longest row.
     """
     pad = padding_id(plan)
-    hf_config = load_config(plan.model_path, plan.config.model)
-    vision = vision_of(plan.config, plan.model_path, hf_config)
+    vision = find_vision(plan)
     if vision is not None:
         return lambda cache: lambda ids: collate_vision(cache, ids, pad, width, vision)
 
     return lambda cache: lambda ids: collate(read_segments(cache, ids), pad, width)
 
 
+def find_vision(plan: Plan) -> Vision | None:
+    """Return how the plan's model reads images; None for a model of text."""
+    hf_config = load_config(plan.model_path, plan.config.model)
+    return vision_of(plan.config, plan.model_path, hf_config)
+
+
 def pair_collator(plan: Plan, width: int | None) -> CollatorFactory:
-    """Return the factory for preference pairs.
+    """Return the factory for preference pairs, with images if the model takes some.
 
     `width`: tokens of every row; None: those of the longest row.
     """
     pad = padding_id(plan)
+    vision = find_vision(plan)
+    if vision is not None:
+        return lambda cache: lambda ids: collate_vision_pairs(cache, ids, pad, width, vision)
     return lambda cache: lambda ids: collate_pairs(cache, ids, pad, width)
 
 
@@ -64,12 +73,13 @@ def judged_collator(
     function then takes a second list of ids: see `collate_mismatched`.
     """
     pad = padding_id(plan)
+    vision = find_vision(plan)
     if not has_mismatched:
-        return lambda cache: lambda ids: collate_judged(cache, ids, pad, width)
+        return lambda cache: lambda ids: collate_judged(cache, ids, pad, width, vision)
     max_length = plan.config.data.max_length
     return lambda cache: (
         lambda ids, predecessor_ids: collate_mismatched(
-            cache, ids, predecessor_ids, pad, width, max_length
+            cache, ids, predecessor_ids, pad, width, max_length, vision
         )
     )
 

@@ -9,6 +9,7 @@ because the order of the classes is only known once all rows are read.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from hashlib import sha256
@@ -64,13 +65,7 @@ class TextRowEncoder:
 
     def encode(self, row: Row) -> EncodedSample | None:
         """Return a row as one segment, see `RowEncoder.encode`."""
-        if holds_images(row):
-            raise DataError(
-                "this row holds images, and text alone is read here",
-                where=row.origin,
-                fix="name a vision-language model, with algorithm sft, or read none of a column with "
-                "`columns: {images: ''}`",
-            )
+        refuse_images(row)
         full = self.encoder.encode(row)
         segment: TokenSegment | None = full
         if not self.keeps_whole:
@@ -83,6 +78,14 @@ class TextRowEncoder:
             return None
         is_cut = len(segment.tokens) < len(full.tokens)
         return EncodedSample([segment], truncated=is_cut, hides_reasoning=full.hides_reasoning)
+
+
+def refuse_images(row: Row) -> None:
+    """Raise DataError for a row with images, where a model reads text alone."""
+    if holds_images(row):
+        what = "this row holds images, and text alone is read here"
+        fix = "name a vision-language model, or read none of a column with `columns: {images: ''}`"
+        raise DataError(what, where=row.origin, fix=fix)
 
 
 class PromptRowEncoder:
@@ -106,7 +109,19 @@ class PromptRowEncoder:
 
     def encode(self, row: Row) -> EncodedSample | None:
         """Return a prompt, see `RowEncoder.encode`."""
+        refuse_images(row)
         text, ids = self.encoder.prompt(row)
+        tokens = self.cut(ids, row)
+        if tokens is None:
+            return None
+        meta = prompt_meta(row, text, {})
+        return EncodedSample([without_targets(tokens)], meta, truncated=len(tokens) < len(ids))
+
+    def cut(self, ids: list[int], row: Row) -> list[int] | None:
+        """Return the tokens of a prompt that leave room for a completion; None if it is dropped.
+
+        Raises DataError for an empty prompt, and for one that is too long and may not be cut.
+        """
         if not ids:
             raise DataError(
                 "the prompt is empty",
@@ -124,24 +139,41 @@ class PromptRowEncoder:
                 where=row.origin,
                 fix="raise data.max_length, or set data.truncation to drop or left",
             )
-        tokens = ids[-self.room :]
-        return EncodedSample(
-            [without_targets(tokens)], _prompt_meta(row, text), truncated=is_too_long
-        )
+        return ids[-self.room :]
 
 
-def _prompt_meta(row: Row, text: str) -> dict[str, Any]:
-    """Return what rewards read of a prompt, see `PromptRowEncoder`."""
+def prompt_meta(row: Row, text: str, images: dict[str, Any]) -> dict[str, Any]:
+    """Return what rewards read of a prompt, see `PromptRowEncoder`.
+
+    `images`: the paths and grids of its images; empty for a model of text.
+    """
     # Now as they will come back from the cache, which stores JSON.
     columns = json_round_trip(row.extra)
-    meta = {**columns, "prompt": text, "domain": row.domain}
+    own = {"prompt": text, "domain": row.domain, **images}
+    meta = {**columns, **own}
     clashing = {}
-    for name in ("prompt", "domain"):
+    for name in own:
         if columns.get(name) is not None:
             clashing[name] = columns[name]
     if clashing:
         meta[OWN_COLUMNS] = clashing
     return meta
+
+
+class PromptImages(Protocol):
+    """The images in the prompt of a row with answers."""
+
+    prompt: TextOrMessages
+    paths: list[str]
+
+    def expand(self, segment: TokenSegment, origin: str) -> TokenSegment:
+        """Return the tokens of prompt and answer with those of the images."""
+
+    def are_whole(self, before: TokenSegment, after: TokenSegment) -> bool:
+        """Return whether a cut has left all image tokens of a segment."""
+
+    def meta(self) -> dict[str, Any]:
+        """Return the values of the sample's meta; empty without images."""
 
 
 class AnswerRowEncoder:
@@ -157,6 +189,14 @@ class AnswerRowEncoder:
         self.encoder = Encoder(tokenizer, False, data)
         self.data = data
 
+    def images_of(self, row: Row, prompt: TextOrMessages) -> PromptImages | None:
+        """Return the images of a row's prompt; None for a model of text alone.
+
+        Raises DataError for images that the model does not read.
+        """
+        refuse_images(row)
+        return None
+
     def encode_answer(
         self,
         prompt: TextOrMessages,
@@ -164,6 +204,7 @@ class AnswerRowEncoder:
         name: str,
         row: Row,
         skip_template: bool,
+        images: PromptImages | None,
     ) -> TokenSegment:
         """Return a prompt and an answer as tokens, not yet truncated.
 
@@ -173,9 +214,12 @@ class AnswerRowEncoder:
             name: the answer's column, for messages.
             row: the row of both, for the tools and the name.
             skip_template: do not apply the chat template if prompt and answer are texts.
+            images: those of the prompt; None for a model of text alone.
 
         Raises DataError for an answer without a token.
         """
+        if images is not None:
+            prompt = images.prompt
         turns = as_messages(answer, "assistant")
         has_answer = any(turn.get("tool_calls") or turn["content"].strip() for turn in turns)
         if not has_answer:
@@ -187,6 +231,8 @@ class AnswerRowEncoder:
             return self.encoder.encode_without_template(prompt, answer, row.origin)
         values = {"prompt": prompt, "completion": answer, "tools": row.values.get("tools")}
         segment = self.encoder.encode(Row(row.origin, values))
+        if images is not None:
+            segment = images.expand(segment, row.origin)
         if not segment.target_count:
             raise DataError(
                 f"`{name}` has no turn of the assistant behind the prompt", where=row.origin
@@ -208,9 +254,10 @@ class PairRowEncoder(AnswerRowEncoder):
         """Return a pair as two segments, see `RowEncoder.encode`."""
         skip_template = not {"prompt", "tools"} & row.values.keys()
         prompt, *answers = pair_parts(row.values, row.origin)
+        images = self.images_of(row, prompt)
         full = []
         for answer, name in zip(answers, SIDES, strict=True):
-            full.append(self.encode_answer(prompt, answer, name, row, skip_template))
+            full.append(self.encode_answer(prompt, answer, name, row, skip_template, images))
         chosen, rejected = full
         # Texts that differ may still be rendered alike, so the tokens are compared.
         if np.array_equal(chosen.tokens, rejected.tokens):
@@ -218,13 +265,18 @@ class PairRowEncoder(AnswerRowEncoder):
         pair = cut_pair(chosen, rejected, self.data.max_length, self.data.truncation, row.origin)
         if pair is None:
             return None
+        meta = _pair_meta(row)
+        if images is not None:
+            if not images.are_whole(chosen, pair[0]):
+                return None
+            meta |= images.meta()
         is_cut = False
         for short, long in zip(pair, full, strict=True):
             if len(short.tokens) < len(long.tokens):
                 is_cut = True
         hides_reasoning = any(segment.hides_reasoning for segment in full)
         return EncodedSample(
-            list(pair), _pair_meta(row), truncated=is_cut, hides_reasoning=hides_reasoning
+            list(pair), meta or None, truncated=is_cut, hides_reasoning=hides_reasoning
         )
 
 
@@ -240,8 +292,9 @@ class JudgedRowEncoder(AnswerRowEncoder):
         """Return a judged answer as one segment, see `RowEncoder.encode`."""
         is_good = judgement(row.values["label"], row.origin)
         prompt = row.values["prompt"]
+        images = self.images_of(row, prompt)
         full = self.encode_answer(
-            prompt, row.values["completion"], "completion", row, row.skip_template
+            prompt, row.values["completion"], "completion", row, row.skip_template, images
         )
         segment = truncate(full, self.data.max_length, self.data.truncation, row.origin)
         if segment is None or not segment.target_count:
@@ -250,8 +303,15 @@ class JudgedRowEncoder(AnswerRowEncoder):
         # The first target is the first token of the answer.
         prompt_size = int(np.argmax(full.learn))
         prompt_tokens = full.tokens[:prompt_size]
-        digest = sha256(prompt_tokens.tobytes()).hexdigest()
-        meta = {"good": is_good, "prompt": digest[:DIGEST_DIGITS]}
+        digest = sha256(prompt_tokens.tobytes())
+        meta: dict[str, Any] = {}
+        if images is not None:
+            if not images.are_whole(full, segment):
+                return None
+            # Prompts with other images may have the same tokens.
+            digest.update(json.dumps(images.paths).encode() if images.paths else b"")
+            meta = images.meta()
+        meta |= {"good": is_good, "prompt": digest.hexdigest()[:DIGEST_DIGITS]}
         return EncodedSample(
             [segment], meta, truncated=is_cut, hides_reasoning=full.hides_reasoning
         )
@@ -272,11 +332,11 @@ def judgement(label: Any, origin: str) -> bool:
     return is_good
 
 
-def _pair_meta(row: Row) -> dict[str, Any] | None:
+def _pair_meta(row: Row) -> dict[str, Any]:
     """Return the meta of a pair: its margin, if the row has one. Raises DataError."""
     margin = row.values.get("margin")
     if margin is None:
-        return None
+        return {}
     number = finite_number(margin)
     if number is None:
         raise DataError(
@@ -487,7 +547,7 @@ class LabelledImageEncoder:
 
     def encode(self, row: Row) -> EncodedSample | None:
         """Return an image with its class, see `RowEncoder.encode`."""
-        from drumline.models.vision import read_image  # with torch
+        from drumline.models.pictures import read_image  # with torch
 
         name = resolve_image_path(row.values["image"], row.origin, self.root)
         path = str((row.folder / expanded(name)).absolute())

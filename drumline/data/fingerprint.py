@@ -40,8 +40,8 @@ from drumline.errors import DataError, ModelError
 from drumline.foreign import expanded, first_line
 from drumline.hardware.detect import cache_dir
 from drumline.models.files import tokenizer_folder, tokenizer_revision
+from drumline.models.image_tokens import Vision
 from drumline.models.templates import read_template
-from drumline.models.vision import Vision
 from drumline.plan.plan import DataIdentity
 from drumline.system.files import json_digest
 
@@ -112,7 +112,13 @@ def cache_key(
     if vision is not None or config.images_alone:
         parts["folders"] = _image_folders(sources, base_dir)
     if vision is not None:
-        parts["vision"] = {"token": vision.token_id, "processor": vision.processor.to_dict()}
+        parts["vision"] = {
+            "family": type(vision).__name__,
+            "tokens": [vision.token_id, vision.mark_id],
+            "blank": vision.blank_size,
+            "frames": data.video_max_frames,
+            "processor": vision.processor.to_dict(),
+        }
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
 

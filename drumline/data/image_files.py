@@ -70,7 +70,7 @@ def _path_or_bytes(image: Any, origin: str) -> Any:
         with translate_exceptions("is no data URL of base64", origin, DataError):
             return base64.b64decode(text, validate=True)
     if hasattr(image, "convert") and hasattr(image, "save"):
-        from drumline.models.vision import in_colour  # with torch
+        from drumline.models.pictures import in_colour
 
         buffer = io.BytesIO()
         with translate_exceptions(

@@ -12,9 +12,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from drumline.data.batches import Batch, FirstPassNumbers, TokenBatch, collate, learned_segment
+from drumline.data.batches import (
+    Batch,
+    FirstPassNumbers,
+    TokenBatch,
+    collate,
+    learned_segment,
+    read_metas,
+)
 from drumline.data.cache import Segment, TokenCache
+from drumline.data.images import add_images, width_with_images
 from drumline.errors import DataError
+from drumline.models.image_tokens import Vision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +101,42 @@ def judged_batch(
 
 
 def collate_judged(
-    cache: TokenCache, samples: Sequence[int], pad_id: int, width: int | None
+    cache: TokenCache,
+    samples: Sequence[int],
+    pad_id: int,
+    width: int | None,
+    vision: Vision | None = None,
 ) -> JudgedBatch:
     """Return the batch of `samples` of a cache (-1: a filler), padded to `width` tokens.
 
-    Without a `width` the rows are padded to the longest one.
+    Without a `width` the rows are padded to the longest one. `vision`: the model's images; None for
+    a model of text.
     """
     rows = _segments(cache, samples)
-    return judged_batch(rows, _labels(cache, samples), samples, pad_id, width)
+    labels = _labels(cache, samples)
+    if vision is None:
+        return judged_batch(rows, labels, samples, pad_id, width)
+    return _judged_batch_with_images(cache, rows, labels, samples, pad_id, width, vision)
+
+
+def _judged_batch_with_images(
+    cache: TokenCache,
+    rows: Sequence[Segment | None],
+    labels: Sequence[bool | None],
+    samples: Sequence[int],
+    pad_id: int,
+    width: int | None,
+    vision: Vision,
+) -> JudgedBatch:
+    """Return `judged_batch` of rows with the images of the prompts of `samples`."""
+    segments = [None if row is None else [row] for row in rows]
+    metas = []
+    for row, meta in zip(rows, read_metas(cache, samples), strict=True):
+        # A mismatched row may be a filler where its sample is none.
+        metas.append({} if row is None else meta)
+    own_width = width_with_images(segments, metas, width, vision)
+    batch = judged_batch(rows, labels, samples, pad_id, own_width)
+    return add_images(batch, segments, metas, vision)
 
 
 def collate_mismatched(
@@ -109,6 +146,7 @@ def collate_mismatched(
     pad_id: int,
     width: int | None,
     max_length: int,
+    vision: Vision | None = None,
 ) -> JudgedBatch:
     """Return the batch of `collate_judged` with its `mismatched` rows.
 
@@ -120,8 +158,9 @@ def collate_mismatched(
         pad_id: the padding token.
         width: tokens of each row; None: those of the longest answer.
         max_length: tokens that a mismatched row may have.
+        vision: the model's images; None for a model of text.
     """
-    batch = collate_judged(cache, samples, pad_id, width)
+    batch = collate_judged(cache, samples, pad_id, width, vision)
     rows = _segments(cache, samples)
     rows_of_predecessors = _segments(cache, predecessor_ids)
     labels = _labels(cache, samples)
@@ -132,7 +171,12 @@ def collate_mismatched(
             labels[index] = None
         else:
             mismatched_rows.append(mismatch(row, other, max_length))
-    mismatched = judged_batch(mismatched_rows, labels, samples, pad_id, width)
+    if vision is None:
+        mismatched = judged_batch(mismatched_rows, labels, samples, pad_id, width)
+    else:
+        mismatched = _judged_batch_with_images(
+            cache, mismatched_rows, labels, samples, pad_id, width, vision
+        )
     return replace(batch, mismatched=mismatched)
 
 

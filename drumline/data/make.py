@@ -48,7 +48,7 @@ from drumline.data.sources import OPTIONAL, RawFilter, Row, describe, read_rows
 from drumline.data.workers import ChunkEncoder, encode_all
 from drumline.errors import DataError
 from drumline.hardware.detect import cache_dir
-from drumline.models.vision import Vision
+from drumline.models.image_tokens import Vision
 from drumline.plan.plan import LEFT_OUT
 
 # Called with a phase, the rows done, and the number of all rows; None if that is not known.
@@ -464,7 +464,7 @@ class _Summary:
     Attributes:
         build: has the sources of the rows.
         store: the tokenised rows, with the counts of those that were left out.
-        images: how many images, patches and samples with images there are.
+        images: how many images, tokens of them and samples with images there are.
         image_folders: the folders of images that preparing the rows has written.
         row_hash_sum: the sum of the hashes of all rows modulo 2^64, which is the same in any order.
         by_source: a `SourcePlan` of each source, as far as it is known.
@@ -507,7 +507,7 @@ class _Summary:
         """Count the images of samples with these metas, and note the folders that were written."""
         if self.build.config.images_alone or self.build.vision is not None:
             self.image_folders |= folders_of(metas) & self.build.image_folders
-        self.images.update(count_images(metas))
+        self.images.update(count_images(metas, self.build.vision))
 
     def add_samples(self, source: int, samples: int) -> None:
         """Count samples of one source."""

@@ -51,15 +51,16 @@ def is_pair_to_split(
 def split_pair(values: dict[str, Any], origin: str) -> list[dict[str, Any]]:
     """Return the two rows of a pair: its chosen answer with label true, the rejected one with false.
 
-    The rows have `prompt`, `completion` and `label`, and the pair's tools. Raises DataError for two
+    The rows have `prompt`, `completion` and `label`, and the pair's tools and images. Raises DataError for two
     equal answers, which would be good and bad at once.
     """
     prompt, chosen, rejected = pair_parts(values, origin)
     if chosen == rejected:
         raise DataError(SAME_ANSWER, where=origin, fix="take the row out")
     shared = {"prompt": prompt}
-    if "tools" in values:
-        shared["tools"] = values["tools"]
+    for key in ("tools", "images"):
+        if key in values:
+            shared[key] = values[key]
     good = {**shared, "completion": chosen, "label": True}
     bad = {**shared, "completion": rejected, "label": False}
     return [good, bad]

@@ -19,7 +19,7 @@ from drumline.data.images import lacks_images
 from drumline.data.make import CacheBuild, Progress, make
 from drumline.data.sources import domains
 from drumline.errors import ConfigError, DataError
-from drumline.models.vision import Vision
+from drumline.models.image_tokens import Vision
 from drumline.plan.plan import DataIdentity, DataPlan, SourcePlan
 from drumline.plan.rules import compared_images
 
@@ -207,9 +207,6 @@ def _plan(builds: list[CacheBuild]) -> DataPlan:
     epoch_samples = 0
     if config.data.mixed:
         epoch_samples = sum(source.per_epoch for source in sources)
-    image_tokens = 0
-    if build.vision:
-        image_tokens = info.get("patches", 0) // build.vision.merge**2
     eval_sources: list[SourcePlan] = []
     lines_left_out = describe_left_out(train_name, info)
     if config.data.eval:
@@ -224,7 +221,7 @@ def _plan(builds: list[CacheBuild]) -> DataPlan:
         train_learned=info["learned"],
         eval_samples=sum(map(len, held_out.values())),
         images=info.get("images", 0),
-        image_tokens=image_tokens,
+        image_tokens=info.get("image_tokens", 0),
         samples_with_images=info.get("samples_with_images", 0),
         labels=labels,
         identity=identity,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,8 +23,8 @@ from drumline.data.sources import Row
 from drumline.data.targets import EncodedSample, TokenSegment
 from drumline.data.workers import ChunkEncoder
 from drumline.errors import DataError
+from drumline.models.image_tokens import Vision
 from drumline.models.templates import special_ids
-from drumline.models.vision import Vision
 
 # What becomes of a token: it is a loss target (learned), it has no loss, or it is cut off.
 State = Literal["learned", "context", "cut"]
@@ -211,8 +211,8 @@ class Reader:
         """Return the pieces of each segment of a row, also of tokens that are cut off or dropped."""
         if seen.full is None:
             return []
-        # All segments take their images from this one iterator.
-        images = iter(_images(seen.full.meta or {}, self.vision))
+        # All segments take their images from this one iterator. Both sides of a pair have all.
+        images = cycle(_images(seen.full.meta or {}, self.vision))
         kept: list[TokenSegment | None] = [None] * len(seen.full.segments)
         if seen.kept is not None:
             kept = list(seen.kept.segments)
@@ -242,7 +242,7 @@ class Reader:
             segments: (tokens, learn flags) of each segment.
             meta: the further values of the sample.
         """
-        images = iter(_images(meta, self.vision))
+        images = cycle(_images(meta, self.vision))
         pieces = []
         for tokens, learn in segments:
             states = _states(TokenSegment(tokens, learn))
@@ -386,7 +386,7 @@ def _states(example: TokenSegment) -> list[State]:
 
 
 def _images(meta: dict[str, Any], vision: Vision | None) -> list[Image]:
-    """Return the images of a sample."""
+    """Return the images of a sample; one of several tiles once for each of them."""
     if vision is None:
         return []
     images = []
@@ -394,6 +394,6 @@ def _images(meta: dict[str, Any], vision: Vision | None) -> list[Image]:
     grids = meta.get("grid", ())
     for path, grid in zip(paths, grids, strict=True):
         # JSON made a list of the tuple.
-        tokens = vision.tokens(tuple(grid))
-        images.append(Image(path, tokens))
+        for tokens in vision.runs(tuple(grid)):
+            images.append(Image(path, tokens))
     return images

@@ -206,10 +206,11 @@ def _convert_raw_row(
     """
     with translate_number_errors(origin, DataError):
         rows = _split_raw_row(origin, values, source, forms, row_number, is_mapped)
-    if forms != TEXT_FORMS and holds_images(rows[0]):
+    has_class = any("label" in form and "prompt" not in form for form in forms)
+    if has_class and holds_images(rows[0]):
         what = f"row {row_number} holds images, which this algorithm does not take"
         fix = (
-            "use algorithm sft, take the images out, or read none of a column with "
+            "use another algorithm, take the images out, or read none of a column with "
             "`columns: {images: ''}`"
         )
         raise DataError(what, where=origin, fix=fix)
@@ -663,10 +664,10 @@ def _check_message(message: Any, location: str, origin: str, row_number: int) ->
 
 
 def _check_content_part(part: Any, location: str, origin: str, row_number: int) -> None:
-    """Raise DataError for a part of a content that is neither a text nor an image."""
+    """Raise DataError for a part of a content that is neither a text nor an image or video."""
     if isinstance(part, dict):
         text = part.get("text")
-        if is_image(part) or isinstance(text, str):
+        if is_image(part) or is_video(part) or isinstance(text, str):
             _convert_field("text", location, text or "", origin, row_number)
             return
         found = part.get("type")
@@ -675,7 +676,7 @@ def _check_content_part(part: Any, location: str, origin: str, row_number: int) 
     if found == "text":
         found = f"text under {', '.join(map(str, part))}"
     raise DataError(
-        f"row {row_number}: {location} is {found}, neither text nor an image", where=origin
+        f"row {row_number}: {location} is {found}, neither text nor an image or video", where=origin
     )
 
 
@@ -708,7 +709,7 @@ def _clean_message(
     content = message.get("content")
     if isinstance(content, list):
         parts = [_drop_nulls(part) for part in content]
-        if any(map(is_image, parts)):
+        if any(is_image(part) or is_video(part) for part in parts):
             message["content"] = parts
         else:
             message["content"] = "".join(part["text"] for part in parts)
@@ -727,8 +728,15 @@ def is_image(part: dict[str, Any]) -> bool:
     return part.get("image") is not None
 
 
+def is_video(part: dict[str, Any]) -> bool:
+    """Return whether a part of a content is a video."""
+    if "type" in part:
+        return part["type"] in ("video", "video_url")
+    return part.get("video") is not None
+
+
 def holds_images(row: Row) -> bool:
-    """Return whether a row names images or has places for them."""
+    """Return whether a row names images or videos in its messages, or has places for them."""
     if row.values.get("images"):
         return True
     return any(_has_image_part(value) for value in row.values.values())
@@ -742,8 +750,10 @@ def _has_image_part(messages: Any) -> bool:
         if not isinstance(message, dict):
             continue
         content = message.get("content")
-        if isinstance(content, list) and any(map(is_image, content)):
-            return True
+        if isinstance(content, list):
+            for part in content:
+                if is_image(part) or is_video(part):
+                    return True
     return False
 
 

@@ -20,7 +20,7 @@ follow it, such as without its reasoning: then the turn's content is searched be
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -138,16 +138,25 @@ class Encoder:
         tokenizer: a tokenizer of transformers.
         everything: every token is a target, as with `data.learn_on: all`.
         data: the settings of `data`.
+        replaced: text that a chat template writes → the text that takes its place.
     """
 
-    def __init__(self, tokenizer: Any, everything: bool, data: DataConfig) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        everything: bool,
+        data: DataConfig,
+        replaced: Mapping[str, str] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.replaced = replaced or {}
         self.learn_all = everything or data.learn_on == "all"
         self.has_template = bool(tokenizer.chat_template)
         # What the template knows is read from its text.
         text = _text_of_template(tokenizer.chat_template)
         self.shows_tools = "tools" in text
-        self.has_generation_tags = _GENERATION_TAG.search(text) is not None
+        # Their mask is of the template's own text.
+        self.has_generation_tags = bool(_GENERATION_TAG.search(text)) and not self.replaced
         self.special = special_ids(tokenizer)
         self.reasoning = data.reasoning
         self.knows_developers = "developer" in text
@@ -676,7 +685,10 @@ class Encoder:
         with translate_exceptions(
             "the chat template refuses this conversation", row.origin, DataError, FITTING
         ):
-            return self.tokenizer.apply_chat_template(messages, **arguments)
+            rendered = self.tokenizer.apply_chat_template(messages, **arguments)
+        for text, replacement in self.replaced.items():
+            rendered = rendered.replace(text, replacement)
+        return rendered
 
 
 def _text_of_template(template: str | dict[str, str] | None) -> str:

@@ -241,8 +241,10 @@ def _join_value_parts(message: dict[str, Any], origin: str) -> dict[str, Any]:
             thoughts.append(value)
         elif kind == "text" and isinstance(value, str):
             parts.append({"type": "text", "text": value})
-        elif kind.startswith("image"):
-            parts.append({"type": "image", "image": value})
+        elif kind.startswith(("image", "video")):
+            # Without what follows, as in image_url.
+            medium = kind[:5]
+            parts.append({"type": medium, medium: value})
         else:
             parts.append(part)
     if all(_is_text_part(part) for part in parts):

@@ -37,7 +37,7 @@ from drumline.system.process import worker_pool
 
 # The module imports torch, which other processes do without.
 if TYPE_CHECKING:
-    from drumline.models.vision import Vision
+    from drumline.models.image_tokens import Vision
 
 # Fewer rows are tokenised in this process: starting others takes longer (3 s each, to import
 # transformers).

@@ -49,6 +49,7 @@ from drumline.models.blocks import (
 )
 from drumline.models.classes import ends_in_hidden_states, reads_images
 from drumline.models.packed import PackedLinear, PackedTensor, packings_of
+from drumline.models.parts import is_part, names_in_part
 from drumline.models.scores import extra_heads
 from drumline.plan.facts import has_ending
 
@@ -88,6 +89,7 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
     These are linear layers of the blocks, embedding and head where the targets name them, and after
     the layers the tensors of a mixture's experts.
     `trained`: names of parameters that are trained whole, whose layers get no adapter.
+    A target may also be a part of a vision-language model, see `models.parts`.
     Raises ModelError if a target names no layer.
     """
     is_named = isinstance(adapter.targets, list)
@@ -103,9 +105,17 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
         return [*candidates, *experts]
     if adapter.targets == "attention":
         return _layers_of_attention(model, candidates)
+    endings = []
+    chosen: set[str] = set()
+    for target in adapter.targets:
+        if is_part(model, target):
+            chosen.update(_layers_of_part(model, target, candidates))
+        else:
+            endings.append(target)
     candidates |= _drop_trained_layers(model, ends, trained_whole)
     all_layers = [*linear_layers, *ends, *_expert_tensors(model)]
-    return _layers_by_endings(model, adapter.targets, [*candidates, *experts], all_layers)
+    chosen.update(_layers_by_endings(model, endings, [*candidates, *experts], all_layers))
+    return [name for name, _ in model.named_modules() if name in chosen]
 
 
 def _expert_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -154,6 +164,11 @@ def _linear_layers(model: Any, with_tower: bool) -> dict[str, Any]:
     has_tower = getattr(model.config, "vision_config", None) is not None
     if has_tower and not with_tower:
         inside &= {id(module) for module in model.get_decoder().modules()}
+    elif has_tower:
+        # A projector is no block.
+        names = [name for name, _ in model.named_modules()]
+        for name in names_in_part(model, "projector", names, WHERE):
+            inside.add(id(model.get_submodule(name)))
     for module in model.modules():
         if "Router" in type(module).__name__:
             inside -= {id(part) for part in module.modules()}
@@ -162,6 +177,18 @@ def _linear_layers(model: Any, with_tower: bool) -> dict[str, Any]:
         if id(module) in inside and isinstance(module, nn.Linear | Conv1D):
             found[name] = module
     return found
+
+
+def _layers_of_part(model: Any, part: str, candidates: Collection[str]) -> list[str]:
+    """Return the names of the candidates in a part of a vision-language model.
+
+    Raises ModelError if the part has none.
+    """
+    chosen = names_in_part(model, part, candidates, WHERE)
+    if not chosen:
+        what = f"the part {part!r} of {type(model).__name__} has no layer that can get an adapter"
+        raise ModelError(what, where=WHERE, fix="take it out")
+    return chosen
 
 
 def _last_names(names: Iterable[str]) -> list[str]:

@@ -358,7 +358,7 @@ def vision_tower(model: Any) -> Any:
             if hasattr(part, name):
                 return getattr(part, name)
     what = f"the vision tower of {type(model).__name__} is not known"
-    raise ModelError(what, where="model", fix="use a Qwen3-VL, or a model of text alone")
+    raise ModelError(what, where="model", fix="use a model of text alone")
 
 
 def tower_flops(model: Any) -> float:
@@ -401,7 +401,13 @@ def _patches_per_token(config: Any) -> int:
     if tokens_per_image is not None:
         patches_per_image = (vision.image_size // vision.patch_size) ** 2
         return int(patches_per_image // tokens_per_image)
-    return round(1 / getattr(vision, "pixel_shuffle_ratio", 1.0) ** 2)
+    # Idefics 3 and SmolVLM.
+    scale = getattr(config, "scale_factor", None)
+    if scale is not None:
+        return int(scale**2)
+    # InternVL, or Llama 4.
+    ratio = getattr(config, "downsample_ratio", getattr(vision, "pixel_shuffle_ratio", 1.0))
+    return round(1 / ratio**2)
 
 
 def _styles_by_layer(model: Any) -> dict[int, str]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from drumline.config.registry import nearest
 from drumline.errors import ModelError
+from drumline.models.parts import is_part, names_in_part
 
 WHERE = "model.freeze"
 
@@ -20,12 +21,13 @@ WHERE = "model.freeze"
 def freeze(model: nn.Module, names: Sequence[str]) -> None:
     """Freeze the parameters with one of `names`, or below a module with one.
 
+    A name may also be a part of a vision-language model, see `models.parts`.
     Frozen parameters have no gradients, no moments, and no place in checkpoints. Frozen batch norms
     normalise by the statistics that they have, and do not update them.
     Raises ModelError for a name that the model does not have, and if nothing stays trainable.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name in names:
+    for name in _names_for_parts(model, names):
         frozen = []
         for parameter_name, parameter in parameters.items():
             if _is_at_or_below(parameter_name, name):
@@ -42,6 +44,18 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
                 module.eval().train = partial(_keep_eval_mode, module)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ModelError("nothing stays trainable", where=WHERE, fix="leave a part out")
+
+
+def _names_for_parts(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return names with each part of a vision-language model replaced by its parameters."""
+    parameter_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    replaced: list[str] = []
+    for name in names:
+        if is_part(model, name):
+            replaced += names_in_part(model, name, parameter_names, WHERE)
+        else:
+            replaced.append(name)
+    return replaced
 
 
 def _is_at_or_below(name: str, outer_name: str) -> bool:

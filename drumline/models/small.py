@@ -21,6 +21,7 @@ from drumline.models.attention import without_kernels
 from drumline.models.blocks import blocks
 from drumline.models.classes import is_vision_language, values_by_layer
 from drumline.models.recurrent import separate_alike
+from drumline.models.image_tokens import trial_images
 
 T = TypeVar("T")
 # The most tokens of a small copy's vocabulary, and the most width of its feed-forward layers.
@@ -74,25 +75,13 @@ class TrialTokens:
 def trial_tokens(model: Any, ids_BT: torch.Tensor) -> TrialTokens:
     """Return a batch for trials that runs all of a model.
 
-    For a vision-language model the second token of each row is an image of one merged patch.
+    For a vision-language model each row has a small image behind its first token.
     `ids_BT`: the tokens, int64[B, T].
     """
     if not is_vision_language(model.config):
         return TrialTokens(ids_BT)
-    vision = model.config.vision_config
-    device = ids_BT.device
-    rows = len(ids_BT)
-    # merge × merge patches become one token.
-    merge = vision.spatial_merge_size
-    with_image_BT = ids_BT.clone()
-    with_image_BT[:, 1] = model.config.image_token_id
-    grid_N3 = torch.tensor([[1, merge, merge]] * rows, device=device)
-    patches = rows * merge**2
-    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.linspace(-1, 1, patches * width, device=device)
-    pixels_PD = pixels.view(-1, width)
-    images = {"pixel_values": pixels_PD, "image_grid_thw": grid_N3}
-    return TrialTokens(with_image_BT, images=images)
+    with_images_BT, images = trial_images(model.config, ids_BT)
+    return TrialTokens(with_images_BT, images=images)
 
 
 def try_small(
@@ -216,8 +205,12 @@ def _cut_config(config: Any, layers: int, narrow: bool) -> Any:
     vision: Any = getattr(config, "vision_config", None)
     # A foreign file may have anything there that is no config.
     if hasattr(vision, "to_dict"):
-        vision.depth = 1
-        vision.deepstack_visual_indexes = [0]
+        # The names of Qwen's towers, and of all others.
+        if hasattr(vision, "depth"):
+            vision.depth = 1
+            vision.deepstack_visual_indexes = [0]
+        else:
+            vision.num_hidden_layers = 1
     if narrow:
         _make_narrow(text_config)
     return config

@@ -123,8 +123,8 @@ def _mps(case: Case) -> Iterator[Refusal]:
             "use --nproc 1 strategy=single, or run.device=cpu",
             "run.device",
         )
-    if not config.algorithm.sees_images or case.precision != "fp32" or packed_bits(config):
-        # The algorithms that take images are sft and pretrain. All others sum in fp64 on the device,
+    if not config.algorithm.packs or case.precision != "fp32" or packed_bits(config):
+        # The algorithms that pack rows are sft and pretrain. All others sum in fp64 on the device,
         # which Apple's GPU does not have.
         yield Refusal(
             "mps × what it has not been written for",
@@ -142,13 +142,15 @@ def _images(case: Case) -> Iterator[Refusal]:
     if is_vision_language(case) and not case.config.algorithm.sees_images:
         reason = "its batches have no images, and ranks whose vision tower does not run would leave the others waiting"
         yield Refusal(
-            "images × an algorithm that is not sft or pretrain",
+            "images × the algorithm",
             reason,
-            "use algorithm=sft, or a model of text",
+            "use algorithm sft, dpo, orpo, simpo, kto or grpo, or a model of text",
             "algorithm",
         )
+    if is_vision_language(case):
+        yield from _rollouts_of_images(case.config)
     if is_vision_language(case) and mesh.pp > 1:
-        reason = "stages pass on hidden states alone, and the tower's features are added in several blocks (DeepStack)"
+        reason = "stages pass on hidden states alone, and a tower's features may be added in several blocks (DeepStack)"
         yield Refusal("images × pp", reason, "use strategy=fsdp2")
     if is_vision_language(case) and mesh.cp > 1:
         reason = "transformers inserts the features of all images by counting their positions in a whole row, and a rank has a part of it"
@@ -161,6 +163,27 @@ def _images(case: Case) -> Iterator[Refusal]:
             "pp × images",
             "the stages of a pipeline take token ids",
             "use strategy=ddp or fsdp2",
+        )
+
+
+def _rollouts_of_images(config: Config) -> Iterator[Refusal]:
+    """Yield refusals of rollouts of a vision-language model."""
+    rollout = config.algorithm.rollout
+    if rollout is None:
+        return
+    if rollout.generator.kind != "hf":
+        yield Refusal(
+            f"images × generator={rollout.generator.kind}",
+            "it takes the tokens of a prompt alone, without its images",
+            "use generator=hf",
+            "algorithm.generator",
+        )
+    if any(reward.kind == "model" for reward in rollout.rewards):
+        yield Refusal(
+            "images × a reward model",
+            "it would read the tokens that stand for an image as text",
+            "use rewards by functions, which get the paths of the images",
+            "algorithm.rewards",
         )
 
 
@@ -276,12 +299,12 @@ def _evaluation_texts(case: Case, has_held_out_rows: bool) -> Iterator[Refusal]:
         yield Refusal(
             f"{key} × a model without text", "it gives numbers, not text", f"take {key} out", key
         )
-    if is_vision_language(case):
+    if is_vision_language(case) and options.tasks:
         yield Refusal(
-            f"{key} × images",
-            "the sampler takes prompts of text alone",
-            f"take {key} out",
-            key,
+            "eval.tasks × images",
+            "lm-eval gives prompts of text alone",
+            "take eval.tasks out",
+            "eval.tasks",
         )
     if packed_bits(config) and not (
         case.strategy.whole_weights and is_data_parallel_only(case.mesh)

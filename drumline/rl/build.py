@@ -12,7 +12,15 @@ import torch
 
 from drumline.config import rollouts as configs
 from drumline.rl.continuous import ContinuousGenerator
-from drumline.rl.generate import Generator, HFGenerator, InferenceCopy, Sampler, StopRules, Weights
+from drumline.rl.generate import (
+    Generator,
+    HFGenerator,
+    InferenceCopy,
+    Sampler,
+    StopRules,
+    VisionPrompts,
+    Weights,
+)
 from drumline.rl.vllm import InProcessVLLM, RemoteVLLM, WeightFolder
 
 Refresh = Callable[[Weights], None]
@@ -41,6 +49,7 @@ def build_generator(
     build: Callable[[], Any],
     low_precision: torch.dtype | None = None,
     files: RolloutFiles = NO_FILES,
+    vision: VisionPrompts | None = None,
 ) -> tuple[Generator, Refresh | None]:
     """Return a generator, and a function that hands it the trained weights before each rollout.
 
@@ -58,6 +67,7 @@ def build_generator(
             trainable model, whose weights are fp32 as a rule, then needs autocast. Continuous
             batching cannot autocast, so it samples from a copy instead.
         files: What vLLM reads. Other generators read no files.
+        vision: See `HFGenerator`.
     """
     if isinstance(config, configs.VLLMGenerator):
         dtype = low_precision or torch.float32
@@ -74,9 +84,11 @@ def build_generator(
         generator_type = HFGenerator
         can_autocast = True
     if unsharded is not None and (can_autocast or low_precision is None):
-        return generator_type(config, unsharded, tokenizer, seed, low_precision), None
+        generator = generator_type(config, unsharded, tokenizer, seed, low_precision, vision)
+        return generator, None
     whole = InferenceCopy(build)
-    return generator_type(config, whole.model, tokenizer, seed), whole.refresh
+    generator = generator_type(config, whole.model, tokenizer, seed, vision=vision)
+    return generator, whole.refresh
 
 
 def _vllm_server(
@@ -116,6 +128,7 @@ def _change_options(generator: Any, **options: Any) -> Any:
     copied.config = config
     if isinstance(generator, HFGenerator):
         rules = generator.stop_rules
-        copied.sampler = Sampler(config.temperature, config.top_k, config.top_p)
+        banned = generator.sampler.banned
+        copied.sampler = Sampler(config.temperature, config.top_k, config.top_p, banned)
         copied.stop_rules = StopRules(rules.token_ids, config.stop, rules.tokenizer)
     return copied

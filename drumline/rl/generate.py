@@ -22,7 +22,7 @@ import heapq
 import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Thread
 from typing import Any, Protocol
@@ -39,6 +39,7 @@ from transformers import (
 )
 
 from drumline.config import rollouts as configs
+from drumline.data.batches import PromptImageMeta
 from drumline.data.targets import end_ids
 from drumline.dist.copies import AsyncHostCopy, copy_to_device
 from drumline.dist.reduce import from_all
@@ -71,6 +72,19 @@ class Request:
     # Its random numbers depend on the seed of the run, the step and this key. In rollouts it is
     # (position of the prompt in the run, index of the sample in its group).
     key: tuple[int, ...]
+    # The images of the prompt; empty without any.
+    images: PromptImageMeta = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class VisionPrompts:
+    """What generation needs to know of a vision-language model."""
+
+    # Returns the arguments of `generate` for the images of some prompts; none if no prompt has any.
+    # Arguments: the images of each prompt, and the tokens, int64[B, T].
+    arguments: Callable[[list[PromptImageMeta], torch.Tensor], dict[str, torch.Tensor]]
+    # The token that a feature of an image replaces. It is never sampled: it would have no feature.
+    token_id: int
 
 
 @dataclass(frozen=True)
@@ -127,11 +141,14 @@ class Sampler:
     """Chooses tokens from logits: temperature, then top-k, then top-p, then Gumbel noise.
 
     The order is that of transformers and vLLM. With `top_k` 1 it decodes greedily and without noise,
-    so it takes the first of equal logits.
+    so it takes the first of equal logits. Tokens of `banned` are never chosen.
     """
 
-    def __init__(self, temperature: float, top_k: int = 0, top_p: float = 1.0) -> None:
+    def __init__(
+        self, temperature: float, top_k: int = 0, top_p: float = 1.0, banned: tuple[int, ...] = ()
+    ) -> None:
         self.temperature = temperature
+        self.banned = banned
         self.greedy = top_k == 1
         self.warpers: list[Any] = []
         if top_k:
@@ -150,11 +167,15 @@ class Sampler:
         # Each token shows the watcher that this rank does not hang.
         alive()
         scores_BV = logits_BV.float() / self.temperature
-        kept_BV = scores_BV
+        allowed_BV = scores_BV
+        if self.banned:
+            allowed_BV = scores_BV.clone()
+            allowed_BV[:, list(self.banned)] = -torch.inf
+        kept_BV = allowed_BV
         for warper in self.warpers:
             kept_BV = warper(None, kept_BV)
         if self.greedy:
-            noisy_BV = scores_BV
+            noisy_BV = allowed_BV
         else:
             noisy_BV = kept_BV + gumbel(seeds_B, positions_B, scores_BV.shape[1])
         chosen_B1 = noisy_BV.argmax(-1, keepdim=True)
@@ -315,6 +336,7 @@ class HFGenerator:
         tokenizer: Any,
         seed: int,
         autocast: torch.dtype | None = None,
+        vision: VisionPrompts | None = None,
     ) -> None:
         """Store the settings.
 
@@ -326,13 +348,16 @@ class HFGenerator:
             seed: The seed of the run.
             autocast: The type that matrix products are cast to, for a trainable model that computes
                 in bf16 or fp16; None: the model computes in the type of its weights.
+            vision: Of a vision-language model; None for a model of text.
         """
         self.config = config
         self.model = model
         self.seed = seed
         self.autocast = autocast
+        self.vision = vision
         self.stop_rules = StopRules(end_tokens(model, tokenizer), config.stop, tokenizer)
-        self.sampler = Sampler(config.temperature, config.top_k, config.top_p)
+        banned = (vision.token_id,) if vision else ()
+        self.sampler = Sampler(config.temperature, config.top_k, config.top_p, banned)
         self.pad = tokenizer.pad_token_id
         if self.pad is None:
             self.pad = tokenizer.eos_token_id or 0
@@ -390,7 +415,7 @@ class HFGenerator:
             out_BT = self.model.generate(
                 ids_BT,
                 attention_mask=mask_BT,
-                **self._prefill_shared_prompts(requests, ids_BT, mask_BT),
+                **self._prompt_arguments(requests, ids_BT, mask_BT),
                 generation_config=generation_config,
                 logits_processor=[noise],
                 stopping_criteria=[criteria],
@@ -407,6 +432,23 @@ class HFGenerator:
             completion = Completion(tokens[row][:kept], log_probs[row][:kept], has_ended)
             completions.append(completion)
         return completions
+
+    def _prompt_arguments(
+        self, requests: list[Request], ids_BT: torch.Tensor, mask_BT: torch.Tensor
+    ) -> dict[str, Any]:
+        """Return the arguments of `generate` for images, or for prompts that are repeated.
+
+        See `_prefill_shared_prompts` for the arguments. A vision-language model computes each prompt
+        anew: its decoder by itself knows nothing of images.
+        """
+        if self.vision is None:
+            return self._prefill_shared_prompts(requests, ids_BT, mask_BT)
+        images = [request.images for request in requests]
+        arguments = self.vision.arguments(images, ids_BT.cpu())
+        on_device: dict[str, Any] = {}
+        for name, tensor in arguments.items():
+            on_device[name] = copy_to_device(ids_BT.device, tensor)
+        return on_device
 
     def _prefill_shared_prompts(
         self, requests: list[Request], ids_BT: torch.Tensor, mask_BT: torch.Tensor

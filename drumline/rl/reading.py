@@ -20,6 +20,9 @@ from drumline.plan.plan import Plan
 # Runs one model over all episodes of a rollout and returns numbers of their tokens, fp32[K, N, M], or of
 # the episodes themselves, fp32[N].
 ReadEpisodes = Callable[[Episodes], torch.Tensor]
+# Returns a batch. Arguments: all episodes, the indices of those of the batch, the padding token, and
+# tokens of a row or None, see `collate_episodes`.
+CollateEpisodes = Callable[[Episodes, list[int], int, int | None], EpisodeBatch]
 # Returns K numbers of each token, fp32[K, B, T]. Arguments: a model's outputs, and the micro-batch that
 # it computed them for.
 ReadOutputs = Callable[[Any, EpisodeBatch], torch.Tensor]
@@ -38,6 +41,8 @@ class EpisodeReader:
     pad: int
     # Number of tokens of every row, padding included; None: that of the longest row of a batch.
     width: int | None
+    # Makes a batch of some episodes; for a vision-language model it has their images.
+    collate: CollateEpisodes = collate_episodes
 
     def micro_batches(
         self, episodes: Episodes, picks: list[int], accumulation: int, micro_batch: int
@@ -88,7 +93,7 @@ class EpisodeReader:
 
     def _collate(self, episodes: Episodes, rows: list[int]) -> EpisodeBatch:
         """Return a micro-batch of the episodes `rows`, on this rank's device."""
-        batch = collate_episodes(episodes, rows, self.pad, self.width)
+        batch = self.collate(episodes, rows, self.pad, self.width)
         return batch.to(self.device)
 
     def read(

@@ -484,7 +484,8 @@ class Rollouts:
         """Return requests for some prompts of `cache`, each with its key for random numbers."""
         requests = []
         for prompt_id, key in zip(prompt_ids, keys, strict=True):
-            requests.append(Request(_prompt_tokens(cache, prompt_id), key))
+            tokens = _prompt_tokens(cache, prompt_id)
+            requests.append(Request(tokens, key, cache.meta(prompt_id)))
         return requests
 
     def _score(
@@ -547,7 +548,7 @@ class Rollouts:
             columns |= columns.pop(OWN_COLUMNS, {})
             texts.append(EpisodeText(meta["prompt"], text, len(completion.tokens), columns))
         rank, ranks = rank_and_world_size()
-        episodes = _to_episodes(prompts, completions)
+        episodes = _to_episodes(prompts, completions, metas)
         own_model_scores = {}
         for name, read in self.readers.rewards.items():
             # All ranks run the model together, over all episodes.
@@ -569,7 +570,8 @@ class Rollouts:
         """
         prompts = [sample.prompt_tokens for sample in sampled.samples]
         completions = [sample.completion for sample in sampled.samples]
-        episodes = self._add_model_outputs(_to_episodes(prompts, completions))
+        metas = [self.prompts.meta(sample.prompt_id) for sample in sampled.samples]
+        episodes = self._add_model_outputs(_to_episodes(prompts, completions, metas))
         metrics = {}
         kl_NM = torch.zeros_like(episodes.log_probs_NM)
         if self.readers.reference is not None:
@@ -717,15 +719,20 @@ def _prompt_tokens(cache: TokenCache, prompt_id: int) -> list[int]:
     return tokens.tolist()
 
 
-def _to_episodes(prompts: list[list[int]], completions: list[Completion]) -> Episodes:
-    """Return completions as `Episodes` with the sampler's log-probs. `prompts`: their tokens."""
+def _to_episodes(
+    prompts: list[list[int]], completions: list[Completion], metas: list[dict[str, Any]]
+) -> Episodes:
+    """Return completions as `Episodes` with the sampler's log-probs.
+
+    `prompts`: their tokens. `metas`: of each prompt, which may have images.
+    """
     prompt_tokens = [np.asarray(prompt, np.int64) for prompt in prompts]
     tokens = []
     have_ended = []
     for completion in completions:
         tokens.append(np.asarray(completion.tokens, np.int64))
         have_ended.append(completion.ended)
-    episodes = Episodes.start(prompt_tokens, tokens, have_ended)
+    episodes = Episodes.start(prompt_tokens, tokens, have_ended, metas)
     sampler_NM = torch.zeros_like(episodes.log_probs_NM)
     for row, completion in enumerate(completions):
         sampler_NM[row, : len(completion.tokens)] = torch.tensor(completion.log_probs)

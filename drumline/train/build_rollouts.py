@@ -11,7 +11,10 @@ from pathlib import Path
 
 from drumline.algorithms.base import Algorithm
 from drumline.config.algorithm import RolloutSpec
+from drumline.data.batches import collate_episodes
 from drumline.data.cache import TokenCache
+from drumline.data.collators import find_vision
+from drumline.data.images import collate_vision_episodes
 from drumline.data.order import GlobalBatch
 from drumline.dist.start import RankInfo
 from drumline.engine.build import build_engine
@@ -21,6 +24,7 @@ from drumline.models.tokenizer import pad_token_id
 from drumline.plan.plan import Plan
 from drumline.rl.curriculum import Curriculum
 from drumline.rl.reading import (
+    CollateEpisodes,
     EpisodeReader,
     ModelReaders,
     ReadEpisodes,
@@ -56,6 +60,10 @@ def build_rollouts(
     tokenizer = tokenizer_of(plan)
     prompts = TokenCache.open(Path(data.train_cache))
     domains = [prompts.meta(sample)["domain"] for sample in range(len(prompts))]
+    vision = find_vision(plan)
+    collate: CollateEpisodes = collate_episodes
+    if vision is not None:
+        collate = partial(collate_vision_episodes, vision=vision)
     episode_reader = EpisodeReader(
         plan,
         plan.mesh.data_rank(ranks.rank),
@@ -63,6 +71,7 @@ def build_rollouts(
         device,
         pad_token_id(tokenizer),
         plan.fixed_width,
+        collate,
     )
     algorithm = spec.build()
     extract_log_probs = log_prob_reader(spec.loss_chunk, spec.generator.temperature)
@@ -89,6 +98,7 @@ def build_rollouts(
         device,
         ahead=spec.lookahead > 0,
         check=check,
+        vision=vision,
     )
     held_out: dict[str, TokenCache] = {}
     for name, folder in data.eval_caches.items():

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from drumline.config import rollouts as c
 from drumline.config.run import MOST_NEW
 from drumline.data.answers import last_answer
+from drumline.data.batches import PromptImageMeta
 from drumline.data.cache import TokenCache
+from drumline.data.collators import find_vision
+from drumline.data.images import image_arguments, images_of_segments
 from drumline.dist.seeds import derive
 from drumline.engine.engine import Engine
 from drumline.errors import DataError
 from drumline.models import adapters
 from drumline.models.build import lay_out
 from drumline.models.containers import LOW_PRECISION
+from drumline.models.image_tokens import Vision
 from drumline.models.load import load_config, load_grown
 from drumline.models.scores import language_weights
 from drumline.models.shards import Values
@@ -33,6 +38,7 @@ from drumline.rl.generate import (
     DistributedSampling,
     Generator,
     Request,
+    VisionPrompts,
     generate_together,
 )
 from drumline.rl.sampler_check import SamplerCheck
@@ -57,6 +63,8 @@ class TextGeneration:
     ahead: bool = False
     # Compares the sampler of rollouts with the policy.
     check: SamplerCheck | None = None
+    # How the model reads the images of prompts; None if it reads text alone.
+    vision: Vision | None = None
     _generator: Generator | None = None
     # The background generation that `sample_ahead` started last; None before the first.
     _background_sampling: DistributedSampling | None = None
@@ -102,6 +110,10 @@ class TextGeneration:
         if not self.ahead:
             unsharded = self.engine.unsharded_model()
         if self._generator is None:
+            prompts_with_images = None
+            if self.vision is not None:
+                arguments = partial(image_arguments, vision=self.vision)
+                prompts_with_images = VisionPrompts(arguments, self.vision.token_id)
             self._generator, self._refresh = build_generator(
                 self.config,
                 self.tokenizer,
@@ -110,6 +122,7 @@ class TextGeneration:
                 self._copy,
                 LOW_PRECISION.get(self.plan.precision),
                 RolloutFiles(self.plan.model_path, Path(self.plan.run_dir), self._grown_rows()),
+                prompts_with_images,
             )
         if self._refresh is not None:
             self._refresh(language_weights(self.engine.whole_weights()))
@@ -156,6 +169,8 @@ class Prompt:
     set: str
     tokens: list[int]
     answer: list[int]
+    # The images of the prompt; empty without any.
+    images: PromptImageMeta = field(default_factory=dict)
 
 
 def prompts(plan: Plan) -> list[Prompt]:
@@ -207,7 +222,7 @@ def generation_for_evaluation(
 ) -> TextGeneration:
     """Return what generates text at the evaluations of a run without rollouts."""
     config = c.HFGenerator(max_new_tokens=limit_of_new_tokens(plan))
-    return TextGeneration(plan, config, engine, tokenizer, device)
+    return TextGeneration(plan, config, engine, tokenizer, device, vision=find_vision(plan))
 
 
 def _read_prompts(plan: Plan, cache: TokenCache, name: str) -> Iterator[Prompt]:
@@ -216,11 +231,16 @@ def _read_prompts(plan: Plan, cache: TokenCache, name: str) -> Iterator[Prompt]:
     Of a pair its first side; prompts alone have no answer.
     """
     algorithm = plan.config.algorithm
+    vision = find_vision(plan)
     for sample in range(min(len(cache), MOST_LOOKED_AT)):
         segments = cache.segments(sample)
         if algorithm.rows_per_sample > 1:
             segments = segments[:1]
-        for tokens, learn in segments:
+        images: list[dict[str, Any]] = [{} for _ in segments]
+        if vision is not None:
+            tokens_of_segments = [tokens for tokens, _ in segments]
+            images = images_of_segments(tokens_of_segments, cache.meta(sample), vision)
+        for (tokens, learn), own_images in zip(segments, images, strict=True):
             if algorithm.rollout is None:
                 start, stop = last_answer(learn)
             else:
@@ -229,7 +249,12 @@ def _read_prompts(plan: Plan, cache: TokenCache, name: str) -> Iterator[Prompt]:
                 # All of it is learned: the second half is the answer.
                 start = stop // 2
             if start:
-                yield Prompt(name, tokens[:start].tolist(), tokens[start:stop].tolist())
+                shown = own_images
+                if vision is not None:
+                    # An answer, or what follows it, may have images, too.
+                    (shown,) = images_of_segments([tokens[:start]], own_images, vision)
+                prompt = tokens[:start].tolist()
+                yield Prompt(name, prompt, tokens[start:stop].tolist(), shown)
 
 
 @dataclass(frozen=True)
@@ -247,7 +272,7 @@ class Answers:
         began = time.time()
         requests = []
         for number, prompt in enumerate(self.prompts):
-            requests.append(Request(prompt.tokens, (number,)))
+            requests.append(Request(prompt.tokens, (number,), prompt.images))
         completions = self.generate(requests, step, True)
         answers = []
         for prompt, completion in zip(self.prompts, completions, strict=True):

@@ -25,6 +25,9 @@ PLACES = {
     "find_packed_sequence_indices": "transformers.masking_utils:find_packed_sequence_indices",
     "get_model_conversion_mapping": "transformers.conversion_mapping:get_model_conversion_mapping",
     "grouped_linear": "transformers.integrations.moe:_grouped_linear",
+    "image_size_to_num_patches": (
+        "transformers.models.llava_onevision.modeling_llava_onevision:image_size_to_num_patches"
+    ),
     "initialization": "transformers.initialization",
     "masking_utils": "transformers.masking_utils",
     "packed_sequence_mask_function": "transformers.masking_utils:packed_sequence_mask_function",

@@ -117,6 +117,11 @@ def test_a_lora_run_exports_what_peft_lays_over(tmp_path: Path) -> None:
         (["strategy=cp", "launch.nproc=2"], "images × cp"),
         (["strategy=tp", "launch.nproc=2"], "tp × no plan"),
         (["strategy=dp"], "images × dp"),
+        (["algorithm=ppo", "data.max_length=256"], "images × the algorithm"),
+        (
+            ["algorithm={kind: grpo, generator: {kind: continuous}}", "data.max_length=256"],
+            "images × generator=continuous",
+        ),
         (["model.freeze=[model.visul]"], "did you mean model.visual?"),
         (["model.freeze=[model, lm_head]"], "nothing stays trainable"),
         (["model.freeze=[model.visual]", "adapter=lora"], "frozen parts × an adapter"),

@@ -31,7 +31,7 @@ from drumline.data.sources import Row, read_rows
 from drumline.data.targets import Encoder
 from drumline.data.workers import digest
 from drumline.errors import DataError
-from drumline.models.vision import read_image
+from drumline.models.pictures import read_image
 from tests.tiny import tiny_tokenizer
 from tests.unit.test_data_formats import ASK, NO, SAY, SYSTEM, TOOL, read
 from tests.unit.test_data_prepare import config, prepare, write_json, write_rows

@@ -6,46 +6,50 @@ from __future__ import annotations
 import base64
 import io
 import re
+import sys
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoImageProcessor
 
-from drumline.algorithms.tokens.objective import NextToken
-from drumline.config.config import Config
+from drumline.config.config import Config, LoRAConfig
 from drumline.config.data import DataConfig, FileSource
 from drumline.config.model import ModelConfig
+from drumline.data.batches import TokenBatch
 from drumline.data.cache import TokenCache
 from drumline.data.image_files import resolve_image_path
-from drumline.data.images import (
-    VisionBatch,
-    collate_vision,
-    expand_placeholders,
-    place_images,
-    rope_positions,
-)
-from drumline.data.images import cut_between_images as cut_images
-from drumline.data.prepare import prepare
+from drumline.data.image_rows import cut_between_images as cut_images
+from drumline.data.image_rows import expand_marks, place_images
+from drumline.data.images import collate_vision, images_of_segments
 from drumline.data.sources import Row, read_rows
 from drumline.data.targets import TokenSegment
-from drumline.errors import DataError, ModelError, PlanError, UserError
+from drumline.data.video_files import choose_frames
+from drumline.errors import DataError, EnvironmentFault, ModelError, PlanError, UserError
 from drumline.inference.evaluate import answer_held_out_prompts
+from drumline.models.adapters import inject, target_names
 from drumline.models.build import build_model
-from drumline.models.head import ForwardWithObjective, can_split, trunk_and_head
-from drumline.models.load import load_config
+from drumline.models.freeze import freeze, trainable_names
+from drumline.models.head import can_split, trunk_and_head
+from drumline.models.image_tokens import QwenVision, Vision
+from drumline.models.parts import PARTS
 from drumline.models.tokenizer import load_tokenizer
-from drumline.models.vision import Vision
-from drumline.models.vision import vision_of as vision_of_run
 from tests.harness import vision_rows, write_config, write_rows
 from tests.tiny import tiny_model_dir, tiny_vision_dir, write_images
-
-LOSS = NextToken(0, has_answers=True)
-ROWS = {"kind": "file", "path": "rows.jsonl"}
-
+from tests.vision_setups import (
+    ROWS,
+    Learned,
+    assert_close,
+    built,
+    cache_of,
+    collate_alone,
+    find_vision,
+    learned_by,
+    vision_of,
+)
 
 pytestmark = pytest.mark.skipif(
     hasattr(AutoImageProcessor, "_backends"),
@@ -65,60 +69,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def vision(folder: Path) -> Vision:
     return vision_of(folder / "model")
-
-
-def find_vision(model: ModelConfig) -> Vision | None:
-    values = {"model": {"id": model.id}, "data": {"train": [ROWS]}}
-    return vision_of_run(Config.model_validate(values), model.id, load_config(model.id, model))
-
-
-def vision_of(path: Path) -> Vision:
-    found = find_vision(ModelConfig(id=str(path)))
-    assert found is not None
-
-    return found
-
-
-def cache_of(folder: Path, vision: Vision, **data: Any) -> TokenCache:
-    values = {
-        "train": [ROWS],
-        "workers": 1,
-        "max_length": 256,
-        "cache_dir": str(folder / "cache"),
-        **data,
-    }
-    config = Config.model_validate({"model": {"id": vision.path}, "data": values})
-    prepared = prepare(config, vision.path, folder, vision=vision)
-    return TokenCache.open(prepared.train_cache)
-
-
-def built(vision: Vision) -> Any:
-    return build_model(vision.path, vision.model, seed=0).train()
-
-
-def collate_alone(cache: TokenCache, samples: list[int], vision: Vision) -> VisionBatch:
-    """Return a batch without a fixed width; the padding is token 0."""
-    return collate_vision(cache, samples, 0, None, vision)
-
-
-class Learned(NamedTuple):
-    """The loss sum of a batch, and the gradients."""
-
-    loss: float
-    gradients: dict[str, torch.Tensor]
-
-
-def learned_by(model: Any, batch: VisionBatch) -> Learned:
-    model.zero_grad()
-    loss, _ = ForwardWithObjective(model)(batch, LOSS.objective)
-    loss.backward()
-    gradients = {}
-
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            gradients[name] = parameter.grad.clone()
-
-    return Learned(float(loss.detach()), gradients)
 
 
 @pytest.mark.parametrize("experts", [0, 4], ids=["dense", "mixture of experts"])
@@ -153,24 +103,24 @@ def test_loss_is_the_models_own(folder: Path, vision: Vision, experts: int) -> N
     assert trunk_and_head(model) == (model.model, model.lm_head)
 
 
-def own_loss(model: Any, batch: VisionBatch, length: int, vision: Vision) -> torch.Tensor:
+def own_loss(model: Any, batch: TokenBatch, length: int, vision: Vision) -> torch.Tensor:
     """Return the mean loss of a batch of one row of `length` tokens by transformers' own
     forward."""
     tokens = batch.input_ids_BT[:, :length]
     labels = torch.full((1, length), -100)
     labels[:, 1:] = batch.targets_BT[:, : length - 1]
     kinds = (tokens == vision.token_id).int()
-    images = {}
+    assert batch.images is not None
+
+    arguments = batch.images.arguments
+    rope_3BT = batch.images.rope_3BT
+    images: dict[str, Any] = {}
     if kinds.any():
-        images = {"pixel_values": batch.pixels_PD, "image_grid_thw": batch.grid_N3}
-        positions, _ = model.model.get_rope_index(tokens, kinds, batch.grid_N3)
-        assert torch.equal(batch.rope_3BT[:, :, :length], positions)
+        images = dict(arguments)
+        positions, _ = model.model.get_rope_index(tokens, kinds, arguments["image_grid_thw"])
+        assert torch.equal(rope_3BT[:, :, :length], positions)
 
     return model(input_ids=tokens, labels=labels, mm_token_type_ids=kinds, **images).loss
-
-
-def assert_close(got: Any, wanted: Any, name: str, rtol: float = 1e-4, atol: float = 1e-5) -> None:
-    torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol, msg=name)
 
 
 def test_packs_are_their_rows(folder: Path, vision: Vision) -> None:
@@ -206,7 +156,8 @@ def test_an_image_in_the_padding_changes_nothing(folder: Path, vision: Vision) -
     text = [sample for sample in range(len(cache)) if not cache.meta(sample)]
     batch = collate_alone(cache, [*text, -1], vision)
 
-    assert batch.grid_N3.tolist() == [[1, 2, 2]]
+    assert batch.images is not None
+    assert batch.images.arguments["image_grid_thw"].tolist() == [[1, 2, 2]]
     assert int((batch.input_ids_BT == vision.token_id).sum()) == 1
 
     loss, gradients = learned_by(model, batch)
@@ -260,9 +211,11 @@ def test_patches_are_cut_as_the_model_reads_them(folder: Path, vision: Vision) -
 def test_positions_of_two_images() -> None:
     """M-RoPE by hand: text counts on, an image's tokens share a time, the text behind goes on after
     the longer side."""
-    eyes = Vision("", ModelConfig(), token_id=9, merge=2)
+    eyes = QwenVision("", ModelConfig(), token_id=9, mark_id=9, merge=2)
     tokens = np.array([1, 9, 9, 9, 9, 9, 9, 2, 9, 3], np.uint16)
-    found = rope_positions(tokens, [(1, 4, 6), (1, 2, 2)], eyes)
+    found = eyes.positions(tokens, [(1, 4, 6), (1, 2, 2)])
+
+    assert found is not None
 
     assert found.tolist() == [
         [0, 1, 1, 1, 1, 1, 1, 4, 5, 6],
@@ -284,9 +237,9 @@ def test_positions_of_two_images() -> None:
 def test_no_image_is_cut_in_two(
     size: int, left: bool, tokens: list[int], images: list[str]
 ) -> None:
-    eyes = Vision("", ModelConfig(), token_id=9, merge=2)
+    eyes = QwenVision("", ModelConfig(), token_id=9, mark_id=9, merge=2)
     short = TokenSegment(np.array([1, 9, 2, 9, 3], np.int32), np.ones(5, np.uint8))
-    full = expand_placeholders(short, [("a", (1, 4, 4)), ("b", (1, 2, 2))], eyes)
+    full = expand_marks(short, [("a", (1, 4, 4)), ("b", (1, 2, 2))], eyes)
 
     assert full.segment.learn.tolist() == [1, 0, 0, 0, 0, 1, 0, 1]
 
@@ -297,6 +250,20 @@ def test_no_image_is_cut_in_two(
 
     for start, stop in found.spans:
         assert (found.segment.tokens[start:stop] == 9).all()
+
+
+def test_images_of_the_segments_of_a_sample() -> None:
+    """A pack's images go to its documents in order, and those behind a cut to nobody."""
+    eyes = QwenVision("", ModelConfig(), token_id=9, mark_id=9, merge=2)
+    meta = {"images": ["a", "b", "c"], "grid": [[1, 4, 4], [1, 2, 2], [1, 2, 4]]}
+    first = np.array([1, 9, 9, 9, 9, 2, 9], np.uint16)
+    second = np.array([1, 2], np.uint16)
+    third = np.array([9, 9, 3], np.uint16)
+    found = images_of_segments([first, second, third], meta, eyes)
+
+    assert [each["images"] for each in found] == [["a", "b"], [], ["c"]]
+    assert found[0]["grid"] == [[1, 4, 4], [1, 2, 2]]
+    assert images_of_segments([first[:6]], meta, eyes)[0]["images"] == ["a"]
 
 
 def placed(folder: Path, **values: Any) -> tuple[list[Any], list[str]]:
@@ -345,6 +312,64 @@ def test_ways_to_say_where_an_image_stands(tmp_path: Path) -> None:
     tag = "a tag: <image>"
 
     assert placed(tmp_path, messages=user(tag)) == ([tag], [])
+
+
+def test_a_video_is_its_frames(tmp_path: Path) -> None:
+    """A list, a folder, several videos; in order, at equal distances, among images and texts."""
+    folder = tmp_path / "clip"
+    folder.mkdir()
+    for number in range(1, 13):
+        (folder / f"frame{number}.png").touch()
+    (folder / "notes.txt").touch()
+    text = {"type": "text", "text": "hm"}
+    frames = ["a.png", "b.png"]
+    by_part = placed(tmp_path, messages=user([{"type": "video", "video": frames}, text]))
+
+    assert by_part == ([[IMAGE, IMAGE, text]], frames)
+
+    marked = placed(
+        tmp_path, messages=user("<video>hm<image><video>"), videos=[frames, ["c.png"]], images="d"
+    )
+
+    assert marked == ([[IMAGE, IMAGE, text, IMAGE, IMAGE]], ["a.png", "b.png", "d", "c.png"])
+
+    _, names = placed(tmp_path, prompt="hm", completion="ah", video="clip")
+
+    assert names == [f"frame{number}.png" for number in (1, 3, 4, 6, 7, 9, 10, 12)]
+    assert choose_frames(5, 3) == [0, 2, 4]
+    assert choose_frames(5, 1) == [0]
+    assert placed(tmp_path, messages=user("a tag: <video>")) == (["a tag: <video>"], [])
+
+
+def test_a_video_file_is_decoded_or_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(b"no video")
+    row = {"messages": user("<video>"), "videos": ["clip.mp4"]}
+    monkeypatch.setitem(sys.modules, "av", None)
+
+    with pytest.raises(EnvironmentFault, match=r"clip\.mp4: its frames are decoded by .* av"):
+        placed(tmp_path, **row)
+
+    monkeypatch.undo()
+    av = pytest.importorskip("av")
+
+    with pytest.raises(DataError, match=r"clip\.mp4: cannot be read"):
+        placed(tmp_path, **row)
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width = 16
+        stream.height = 16
+        for number in range(10):
+            pixels = np.full((16, 16, 3), 20 * number, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels)))
+        container.mux(stream.encode())
+    (parts,), names = placed(tmp_path, **row)
+
+    assert parts == [IMAGE] * 8
+    assert len({(tmp_path / "images" / name).read_bytes() for name in names}) == 8
 
 
 def data_url(data: bytes) -> str:
@@ -471,17 +496,25 @@ MISTAKES: dict[str, dict[str, Any]] = {
     r"content\[0\] is text under type, body, neither": {
         "messages": user([{"type": "text", "body": "a"}]),
     },
-    r"content\[0\] is video, neither text nor an image": {"messages": user([{"type": "video"}])},
+    r"content\[0\] is sound, neither text nor an image": {"messages": user([{"type": "sound"}])},
+    "more places for videos than videos": {"messages": user([{"type": "video"}])},
+    "2 more videos than places": {
+        "messages": user([{"type": "text", "text": "a"}, {"type": "video", "video": ["a.png"]}]),
+        "videos": ["a", "b"],
+    },
+    "a.mp4: no such file or folder": {
+        "prompt": "<video>x",
+        "completion": "x",
+        "videos": ["a.mp4"],
+    },
+    "a video has no frames": {"messages": user("x"), "video": []},
+    "a video is given as int": {"messages": user("<video>"), "videos": [1]},
     "gone.png: no such file": {"prompt": "<image>", "completion": "x", "images": ["gone.png"]},
     "bad.png: cannot be read": {"prompt": "<image>", "completion": "x", "images": ["bad.png"]},
     "given as an empty text": {"prompt": "x", "completion": "x", "images": [""]},
     "what column 'image' holds would be left out": {"text": "a picture", "image": "a.png"},
     "what column 'images' holds would be left out": {"text": "a <image>", "images": ["a.png"]},
-    "what column 'videos' holds would be left out": {
-        "prompt": "<video>x",
-        "completion": "x",
-        "videos": ["a.mp4"],
-    },
+    "what column 'videos' holds would be left out": {"text": "a", "videos": ["a.mp4"]},
     "what column 'audio' holds would be left out": {
         "messages": user("x"),
         "audio": {"path": "a.mp3"},
@@ -538,3 +571,45 @@ def test_prompts_with_images_are_not_answered_without_them(tmp_path: Path, folde
 
     with pytest.raises(UserError, match="prompts with images are not answered here"):
         answer_held_out_prompts(config, [], None, 3)
+
+
+def parts_of(names: Any) -> set[str]:
+    """Return the parts of a tiny Qwen3-VL that parameters with these names lie in."""
+    parts = set()
+
+    for name in names:
+        if "merger" in name:
+            parts.add("projector")
+        elif ".visual." in name:
+            parts.add("vision")
+        else:
+            parts.add("language")
+
+    return parts
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_are_frozen_and_adapted_by_name(vision: Vision, part: str) -> None:
+    frozen = built(vision)
+    freeze(frozen, [part])
+    held = [name for name, each in frozen.named_parameters() if not each.requires_grad]
+
+    assert parts_of(held) == {part}
+    assert parts_of(trainable_names(frozen)) == set(PARTS) - {part}
+
+    adapted = built(vision)
+    inject(adapted, LoRAConfig(r=2, targets=[part]), seed=0)
+
+    assert parts_of(trainable_names(adapted)) == {part}
+
+    both = target_names(built(vision), LoRAConfig(targets=["language", "vision"]))
+
+    assert parts_of(both) == {"language", "vision"}
+
+
+def test_a_model_of_text_has_no_parts(tmp_path: Path) -> None:
+    path = str(tiny_model_dir(tmp_path / "model"))
+    model = build_model(path, ModelConfig(id=path), seed=0)
+
+    with pytest.raises(ModelError, match="has no vision tower, and so no part called 'vision'"):
+        freeze(model, ["vision"])

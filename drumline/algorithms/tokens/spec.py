@@ -37,7 +37,7 @@ class SFTConfig(TextSpec):
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         if vision is None:
             return super().encoder(tokenizer, data)
-        from drumline.data.images import VisionRowEncoder
+        from drumline.data.image_rows import VisionRowEncoder
 
         return VisionRowEncoder(tokenizer, data, vision)
 

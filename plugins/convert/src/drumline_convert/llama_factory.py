@@ -151,7 +151,7 @@ TABLE: dict[str, Rule] = LORA_PLUS | split_synonyms(
             why=NEUTRAL, fix="see model.freeze"
         ),
         "freeze_vision_tower freeze_multi_modal_projector freeze_language_model": apply_if_on(
-            drop("of a vision-language model: model.freeze: [model.visual]")
+            drop("of a vision-language model: model.freeze: [vision, projector]")
         ),
         "use_llama_pro use_dft_loss use_asft_loss use_eaft_loss shift_attn mixture_of_depths": reject(
             why=NEUTRAL, fix="remove it"
@@ -465,9 +465,13 @@ def _columns(sheet: Sheet, old: OldKey, entry: dict[str, OldKey], kind: str) -> 
     columns = entry["columns"].children_by_key() if "columns" in entry else {}
     tags = entry["tags"].children_by_key() if "tags" in entry else {}
     given = {key: str(each.value) for key, each in columns.items() if each.value}
-    for key in given.keys() & {"videos", "audios"}:
+    if "audios" in given:
         sheet.report_unsupported(
-            entry["columns"], f"there are no {key} here", "take these rows out"
+            entry["columns"], "there are no audios here", "take these rows out"
+        )
+    if given.get("videos", "videos") != "videos":
+        sheet.report_unsupported(
+            entry["columns"], "videos are read of a column `videos`", "rename the column"
         )
     own = {key: given[key] for key in ("images", "tools") if given.get(key, key) != key}
     form = entry["formatting"].value if "formatting" in entry else "alpaca"

@@ -1,0 +1,68 @@
+"""The parts of a vision-language model by name, for keys that freeze or adapt them.
+
+`vision` is the tower that turns pixels into features, `projector` what brings its features to the
+width of the language model, and `language` all the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from drumline.errors import ModelError
+from drumline.models.blocks import vision_tower
+
+PARTS = ("vision", "projector", "language")
+# transformers' names of a projector beside the tower: modules, and a parameter of LLaVA-OneVision.
+PROJECTORS = ("multi_modal_projector", "connector", "image_newline")
+# Qwen's projectors are modules of its tower, whose names begin with one of these.
+PROJECTORS_IN_TOWER = ("merger", "deepstack_merger_list")
+
+
+def is_part(model: nn.Module, name: str) -> bool:
+    """Return whether a name stands for a part of a model. A module of that name has precedence."""
+    if name not in PARTS:
+        return False
+    children = {child for child, _ in model.named_children()}
+    return name not in children
+
+
+def names_in_part(model: Any, part: str, names: Iterable[str], where: str) -> list[str]:
+    """Return those of some names of modules or parameters that belong to a part of a model.
+
+    Args:
+        model: the model.
+        part: one of `PARTS`.
+        names: full names, as `model.named_parameters()` has them.
+        where: the key that names the part.
+
+    Raises ModelError for a model without a vision tower.
+    """
+    config = getattr(model, "config", None)
+    if getattr(config, "vision_config", None) is None:
+        what = f"{type(model).__name__} has no vision tower, and so no part called {part!r}"
+        raise ModelError(what, where=where, fix="name modules as model.named_modules() has them")
+    tower = vision_tower(model)
+    (tower_name,) = [name for name, module in model.named_modules() if module is tower]
+    projectors = [f"{tower_name}.{name}" for name in PROJECTORS_IN_TOWER]
+    prefix, _, _ = tower_name.rpartition(".")
+    for name in PROJECTORS:
+        projectors.append(f"{prefix}.{name}".removeprefix("."))
+    found = []
+    for name in names:
+        if _is_below(name, projectors):
+            own_part = "projector"
+        elif _is_below(name, [tower_name]):
+            own_part = "vision"
+        else:
+            own_part = "language"
+        if own_part == part:
+            found.append(name)
+    return found
+
+
+def _is_below(name: str, outer_names: list[str]) -> bool:
+    """Return whether a name is one of some names, or lies in a module with one of them."""
+    return any(name == outer or name.startswith(f"{outer}.") for outer in outer_names)
