@@ -62,7 +62,8 @@ class LoRAFactors(Section):
     targets: Literal["attention", "all-linear"] | list[str] = Field(
         "all-linear",
         description="What gets an adapter: all linear layers of the blocks and a mixture's experts, the layers of attention, or what has"
-        " these ends of names. Layers of a vision tower, the embedding and the head must be named; routers stay frozen. Of vision-language models also vision, projector or language.",
+        " these ends of names; of vision-language models also vision, projector or language. Layers of a vision tower, the embedding and"
+        " the head must be named; routers stay frozen.",
     )
 
 

@@ -20,8 +20,8 @@ from drumline.foreign import translate_exceptions
 from drumline.models.attention import without_kernels
 from drumline.models.blocks import blocks
 from drumline.models.classes import is_vision_language, values_by_layer
-from drumline.models.recurrent import separate_alike
 from drumline.models.image_tokens import trial_images
+from drumline.models.recurrent import separate_alike
 
 T = TypeVar("T")
 # The most tokens of a small copy's vocabulary, and the most width of its feed-forward layers.
