@@ -45,7 +45,7 @@ class ExpertFactor(nn.Module):
         self.weight = nn.Parameter(values)
 
 
-class AdaptedExperts(ParamWrapper):  # type: ignore[misc]
+class AdaptedExperts(ParamWrapper):
     """PEFT's layer over one tensor of a layer of experts.
 
     Of several that lie one inside the other the outermost one computes; the others only have

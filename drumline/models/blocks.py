@@ -182,8 +182,8 @@ def scan_flops(model: nn.Module) -> float:
     for module in model.modules():
         if not isinstance(getattr(module, "A_log", None), nn.Parameter):
             continue
-        depth = getattr(module, "ssm_state_size", None) or getattr(module, "head_k_dim", 0)
-        width = getattr(module, "value_dim", None) or getattr(module, "intermediate_size", 0)
+        depth: int = getattr(module, "ssm_state_size", None) or getattr(module, "head_k_dim", 0)
+        width: int = getattr(module, "value_dim", None) or getattr(module, "intermediate_size", 0)
         total += SCAN_FLOPS * depth * width
     return float(total)
 

@@ -51,7 +51,7 @@ def pack_experts(module: Any, bits: Bits, storage: torch.dtype) -> None:
     if packings:
         module.packings = packings
         prepare_experts(module)
-        module.__class__ = _packed_class(type(module))
+        module.__class__ = _packed_class(module.__class__)
 
 
 @lru_cache

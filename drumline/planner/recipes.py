@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from drumline.config.load import load_text
@@ -142,7 +142,7 @@ def show_recipes(family: str | None, task: str | None, machine: str | None) -> N
     """Print the recipes of a family, a task and a machine with what is planned of each."""
     table = Table(box=box.SIMPLE_HEAD)
     for title in ("recipe", "memory a device, GB", "tokens/s", "hours", "price"):
-        justify = "left" if title == "recipe" else "right"
+        justify: JustifyMethod = "left" if title == "recipe" else "right"
         table.add_column(title, justify=justify)
     for recipe in choose(family, task, machine):
         planned = recipe.planned()

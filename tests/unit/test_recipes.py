@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from drumline.config.data import FileSource
 from drumline.config.load import load
 from drumline.models.shapes import find
 from drumline.planner.recipes import all_recipes, predict, with_prediction
@@ -63,7 +64,8 @@ def test_a_copy_has_the_users_data_and_model(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("init", path, "--recipe", SFT, "--data", rows)
     assert code == 0 and f"drumline train {path}" in out and "1 rows" in out
     copied, own = load(path, []).config, load(RECIPES[SFT].path, []).config
-    assert copied.data.train[0].path == str(rows)
+    (source,) = copied.data.train
+    assert isinstance(source, FileSource) and source.path == str(rows)
     assert (copied.data.holdout, own.data.holdout) == (1, 200), "fewer where there are few rows"
     same = copied.model_copy(update={"data": own.data, "run": own.run})
     assert same == own

@@ -134,8 +134,9 @@ def test_tokens_are_those_of_transformers_processor(
 ) -> None:
     picture = Image.new("RGB", size, "red")
     picture.save(tmp_path / "a.png")
-    row = {"messages": [{"role": "user", "content": "one <image>two"}], "images": ["a.png"]}
-    row["messages"].append({"role": "assistant", "content": "three"})
+    question = {"role": "user", "content": "one <image>two"}
+    answer = {"role": "assistant", "content": "three"}
+    row = {"messages": [question, answer], "images": ["a.png"]}
     write_rows(tmp_path / "rows.jsonl", [row])
     (read,) = read_rows(FileSource(path="rows.jsonl"), tmp_path)
     tokenizer = load_tokenizer(vision.path, vision.model)
@@ -145,7 +146,7 @@ def test_tokens_are_those_of_transformers_processor(
     assert encoded is not None
 
     content = [{"type": "text", "text": "one "}, {"type": "image"}, {"type": "text", "text": "two"}]
-    messages: list[dict[str, Any]] = [{"role": "user", "content": content}, row["messages"][1]]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content}, answer]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     mark = MARKS.get(family(vision), "<|image_pad|>")
     text = text.replace(mark, text_of_image(vision, picture))

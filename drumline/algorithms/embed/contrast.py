@@ -68,7 +68,7 @@ class InfoNCE:
             part_NRd = embeddings_NRD[:, :, :size]
             part = self._compare_at_size(part_NRd, ids_NR, with_gradient)
             loss_N = loss_N + part.loss_N
-            if gradient_NRD is not None:
+            if gradient_NRD is not None and part.gradient_NRD is not None:
                 gradient_NRD[:, :, :size] += part.gradient_NRD
         return full._replace(loss_N=loss_N, gradient_NRD=gradient_NRD)
 
@@ -87,10 +87,10 @@ class InfoNCE:
             for queries in self._chunks(ids_NR):
                 chunk = self._compare_queries(leaf_NRD, ids_NR, queries)
                 if with_gradient:
-                    chunk.loss_N.sum().backward()  # type: ignore[no-untyped-call]
+                    chunk.loss_N.sum().backward()
                 chunks.append(chunk)
             if with_gradient:
-                compared_NRD.backward(leaf_NRD.grad)  # type: ignore[no-untyped-call]
+                compared_NRD.backward(leaf_NRD.grad)
         return Contrast(
             torch.cat([chunk.loss_N.detach() for chunk in chunks]),
             torch.cat([chunk.correct_N for chunk in chunks]),
