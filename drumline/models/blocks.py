@@ -182,10 +182,18 @@ def scan_flops(model: nn.Module) -> float:
     for module in model.modules():
         if not isinstance(getattr(module, "A_log", None), nn.Parameter):
             continue
-        depth: int = getattr(module, "ssm_state_size", None) or getattr(module, "head_k_dim", 0)
-        width: int = getattr(module, "value_dim", None) or getattr(module, "intermediate_size", 0)
+        depth = _first_number(module, "ssm_state_size", "head_k_dim")
+        width = _first_number(module, "value_dim", "intermediate_size")
         total += SCAN_FLOPS * depth * width
     return float(total)
+
+
+def _first_number(module: nn.Module, *names: str) -> int:
+    """Return the first attribute of these names that the module has; 0 without any."""
+    for name in names:
+        if hasattr(module, name):
+            return int(getattr(module, name))
+    return 0
 
 
 def reason_against_context_parallelism(model: Any) -> str:
