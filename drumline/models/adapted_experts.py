@@ -60,13 +60,17 @@ class AdaptedExperts(ParamWrapper):  # type: ignore[misc]
             return result
         additions: dict[str, Addition] = {}
         for layer in layers_over_experts(self):
-            additions[layer.parameter_name] = layer.added
+            if layer.adapters_in_use():
+                additions[layer.parameter_name] = layer.added
         return run_experts(base, additions, *inputs)
+
+    def adapters_in_use(self) -> list[str]:
+        """Return the names of the active adapters that have factors here."""
+        return [name for name in self.active_adapters if name in self.lora_A]
 
     def added(self, rows: Tensor, multiply: Multiply) -> Tensor:
         """Return what all active adapters add to the product of rows with the tensor."""
-        active = [name for name in self.active_adapters if name in self.lora_A]
-        first, *others = active
+        first, *others = self.adapters_in_use()
         total = self._added_by(first, rows, multiply)
         for name in others:
             total = total + self._added_by(name, rows, multiply)
@@ -155,9 +159,7 @@ def merge_expert(layer: Any, expert: int) -> Tensor:
     """
     base = layer.get_base_layer()
     merged = getattr(base, layer.parameter_name)[expert].double()
-    for adapter in layer.active_adapters:
-        if adapter not in layer.lora_A:
-            continue
+    for adapter in layer.adapters_in_use():
         a_RI = layer.lora_A[adapter].weight[expert].double()
         b_OR = layer.lora_B[adapter].weight[expert].double()
         added = layer.scaling[adapter] * (b_OR @ a_RI)
@@ -178,8 +180,10 @@ def products_of_expert(layer: Any, expert: int, rows_PI: Tensor) -> Tensor:
     if has_inputs_first(base):
         matrix = matrix.T
     multiply = partial(_product_of_expert, expert)
-    added: Tensor = layer.added(rows_PI, multiply)
-    return rows_PI @ matrix.T + added
+    products: Tensor = rows_PI @ matrix.T
+    if layer.adapters_in_use():
+        products = products + layer.added(rows_PI, multiply)
+    return products
 
 
 def _product_of_expert(expert: int, rows: Tensor, weight_EOI: Tensor) -> Tensor:
