@@ -952,14 +952,14 @@ def _reorder_experts(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None
 
     `tensors`: those of one adapter, by PEFT's names in files.
     """
-    from drumline.models.adapted_experts import layers_over_experts, to_file_layout
+    from drumline.models.adapted_experts import join_experts, layers_over_experts
 
     for path, outermost in _layers_of_experts(model):
         for depth, layer in enumerate(layers_over_experts(outermost)):
             name_a = f"{path}{'.base_layer' * depth}{_drop_adapter_name(A)}"
             name_b = f"{path}{'.base_layer' * depth}{_drop_adapter_name(B)}"
             if name_a in tensors:
-                file_a, file_b = to_file_layout(layer, tensors[name_a], tensors[name_b])
+                file_a, file_b = join_experts(layer, tensors[name_a], tensors[name_b])
                 tensors[name_a] = file_a
                 tensors[name_b] = file_b
 

@@ -17,7 +17,7 @@ from drumline.config.config import LoRAConfig
 from drumline.engine.experts import cast_experts_under_autocast
 from drumline.errors import DrumlineError, ModelError
 from drumline.models import adapters
-from drumline.models.adapted_experts import from_file_layout, layers_over_experts
+from drumline.models.adapted_experts import layers_over_experts, split_by_expert
 from drumline.models.blocks import expert_modules, find_base_layer
 from drumline.models.load import facts
 from drumline.models.packed import Bits, PackedLinear, pack, packings_of
@@ -132,7 +132,7 @@ def test_outputs_and_gradients_are_those_of_peft(kind: str, tmp_path: Path) -> N
             other = modules[path + ".base_layer" * depth]
             a_of_peft = other.lora_A["default"].weight.grad
             b_of_peft = other.lora_B["default"].weight.grad
-            gradients = from_file_layout(one, a_of_peft, b_of_peft)
+            gradients = split_by_expert(one, a_of_peft, b_of_peft)
             factors = (one.lora_A["default"], one.lora_B["default"])
             for factor, gradient in zip(factors, gradients, strict=True):
                 torch.testing.assert_close(factor.weight.grad, gradient, rtol=1e-4, atol=1e-7)
