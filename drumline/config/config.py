@@ -82,7 +82,7 @@ class LoRAConfig(LoRAFactors):
     )
     quantize: Literal["none", "4bit", "8bit"] = Field(
         "none",
-        description="QLoRA (Dettmers et al. 2023): the frozen linear layers of the blocks in 4 or 8 bits.",
+        description="QLoRA (Dettmers et al. 2023): the frozen linear layers of the blocks, and a mixture's experts, in 4 or 8 bits.",
     )
     modules_to_save: tuple[str, ...] = Field(
         (), description="Modules that are trained whole, by the ends of their names: lm_head."

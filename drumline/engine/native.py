@@ -615,7 +615,7 @@ def full_tensor(name: str, tensor: torch.Tensor, device: str | torch.device) -> 
 
     Raises ModelError for a weight that is packed in 4 or 8 bits.
     """
-    if name.endswith("packed"):
+    if name.endswith((".packed", "_packed")):
         raise ModelError(
             f"{name} is packed, and is not handed out whole",
             where="adapter.quantize",

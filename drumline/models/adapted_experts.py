@@ -7,7 +7,7 @@ experts. Here rows go through the factors by grouped products:
     y = x W_eᵀ + alpha / r · (x A_eᵀ) B_eᵀ        e: the row's expert
 
 Factors are kept by expert, A [E, R, I] and B [E, O, R], so that they are cut with the experts.
-PEFT's files have them as blocks of the rank (`to_file_layout`).
+PEFT's files have them as blocks of the rank (`join_experts`).
 
 Only what uses PEFT imports this module. E experts, R the rank, I inputs, O outputs of a tensor.
 """
@@ -60,19 +60,23 @@ class AdaptedExperts(ParamWrapper):
             return result
         additions: dict[str, Addition] = {}
         for layer in layers_over_experts(self):
-            additions[layer.parameter_name] = layer.added
+            if layer.adapters_in_use():
+                additions[layer.parameter_name] = layer.compute_addition
         return run_experts(base, additions, *inputs)
 
-    def added(self, rows: Tensor, multiply: Multiply) -> Tensor:
+    def adapters_in_use(self) -> list[str]:
+        """Return the names of the active adapters that have factors here."""
+        return [name for name in self.active_adapters if name in self.lora_A]
+
+    def compute_addition(self, rows: Tensor, multiply: Multiply) -> Tensor:
         """Return what all active adapters add to the product of rows with the tensor."""
-        active = [name for name in self.active_adapters if name in self.lora_A]
-        first, *others = active
-        total = self._added_by(first, rows, multiply)
+        first, *others = self.adapters_in_use()
+        total = self._addition_of_adapter(first, rows, multiply)
         for name in others:
-            total = total + self._added_by(name, rows, multiply)
+            total = total + self._addition_of_adapter(name, rows, multiply)
         return total
 
-    def _added_by(self, adapter: str, rows: Tensor, multiply: Multiply) -> Tensor:
+    def _addition_of_adapter(self, adapter: str, rows: Tensor, multiply: Multiply) -> Tensor:
         """Return what one adapter adds."""
         a_ERI = self.lora_A[adapter].weight
         b_EOR = self.lora_B[adapter].weight
@@ -107,14 +111,14 @@ def adopt_layers(model: nn.Module) -> None:
         layer.__class__ = AdaptedExperts
         prepare_experts(base)
         for adapter in list(layer.lora_A):
-            a_ERI, b_EOR = from_file_layout(
+            a_ERI, b_EOR = split_by_expert(
                 layer, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
             )
             layer.lora_A[adapter] = ExpertFactor(a_ERI)
             layer.lora_B[adapter] = ExpertFactor(b_EOR)
 
 
-def from_file_layout(layer: Any, file_a: Tensor, file_b: Tensor) -> tuple[Tensor, Tensor]:
+def split_by_expert(layer: Any, file_a: Tensor, file_b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factors A [E, R, I] and B [E, O, R] of an adapter in PEFT's files.
 
     `file_a`: [E·R, I], the ranks of one expert after another. `file_b`: [O, R·E], the experts of
@@ -128,8 +132,8 @@ def from_file_layout(layer: Any, file_a: Tensor, file_b: Tensor) -> tuple[Tensor
     return first.contiguous(), second.contiguous()
 
 
-def to_file_layout(layer: Any, a_ERI: Tensor, b_EOR: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an adapter's factors as PEFT's files have them; the reverse of `from_file_layout`."""
+def join_experts(layer: Any, a_ERI: Tensor, b_EOR: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an adapter's factors as PEFT's files have them; the reverse of `split_by_expert`."""
     first = a_ERI
     second = b_EOR
     if _is_read_in_reverse(layer):
@@ -155,9 +159,7 @@ def merge_expert(layer: Any, expert: int) -> Tensor:
     """
     base = layer.get_base_layer()
     merged = getattr(base, layer.parameter_name)[expert].double()
-    for adapter in layer.active_adapters:
-        if adapter not in layer.lora_A:
-            continue
+    for adapter in layer.adapters_in_use():
         a_RI = layer.lora_A[adapter].weight[expert].double()
         b_OR = layer.lora_B[adapter].weight[expert].double()
         added = layer.scaling[adapter] * (b_OR @ a_RI)
@@ -178,8 +180,10 @@ def products_of_expert(layer: Any, expert: int, rows_PI: Tensor) -> Tensor:
     if has_inputs_first(base):
         matrix = matrix.T
     multiply = partial(_product_of_expert, expert)
-    added: Tensor = layer.added(rows_PI, multiply)
-    return rows_PI @ matrix.T + added
+    products: Tensor = rows_PI @ matrix.T
+    if layer.adapters_in_use():
+        products = products + layer.compute_addition(rows_PI, multiply)
+    return products
 
 
 def _product_of_expert(expert: int, rows: Tensor, weight_EOI: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from drumline.config.config import LoRAConfig, LoRAFactors
 from drumline.config.registry import nearest
 from drumline.dist.seeds import derive, use_seed
 from drumline.errors import DrumlineError, ModelError
-from drumline.foreign import require_package
+from drumline.foreign import read_object, require_package
 from drumline.models.blocks import (
     blocks,
     embedding_and_head,
@@ -67,8 +67,6 @@ FACTOR = re.compile(
 )
 # The end of the name of any parameter of an adapter: a factor, or trained rows of tokens.
 TRAINED = re.compile(FACTOR.pattern + r"|\.trainable_tokens_delta\.[^.]+$")
-# Of experts that are layers of their own, as in transformers 4.
-NUMBERED_EXPERT = re.compile(r"\.experts\.\d+\.")
 WHERE = "adapter.targets"
 FILE = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -250,7 +248,8 @@ def _layers_by_endings(
 def find_targets(model: Any, adapter: LoRAConfig) -> tuple[dict[str, list[str]], set[str]]:
     """Return what each adapter is laid on, and the names of the parameters that are trained whole.
 
-    The former are names of layers and of tensors of experts. The model may lie on the meta device, and PEFT need not be installed.
+    The former are names of layers and of tensors of experts. The model may lie on the meta device,
+    and PEFT need not be installed.
     Raises ModelError for a layer, module or token that the model does not have, and for what an
     embedding, a head or experts cannot get.
     """
@@ -980,14 +979,14 @@ def _reorder_experts(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None
 
     `tensors`: those of one adapter, by PEFT's names in files.
     """
-    from drumline.models.adapted_experts import layers_over_experts, to_file_layout
+    from drumline.models.adapted_experts import join_experts, layers_over_experts
 
     for path, outermost in _layers_of_experts(model):
         for depth, layer in enumerate(layers_over_experts(outermost)):
             name_a = f"{path}{'.base_layer' * depth}{_drop_adapter_name(A)}"
             name_b = f"{path}{'.base_layer' * depth}{_drop_adapter_name(B)}"
             if name_a in tensors:
-                file_a, file_b = to_file_layout(layer, tensors[name_a], tensors[name_b])
+                file_a, file_b = join_experts(layer, tensors[name_a], tensors[name_b])
                 tensors[name_a] = file_a
                 tensors[name_b] = file_b
 
@@ -1058,8 +1057,8 @@ def load_adapters(base: Any, folder: Path, all_of_them: bool = True) -> Any:
     from drumline.models.adapted_experts import adopt_layers
 
     targets: contextlib.AbstractContextManager[None] = _keep_named_targets()
-    if _numbers_experts(folder):
-        # It was trained with transformers 4, whose experts PEFT's conversion finds.
+    if _names_experts_as_layers(folder):
+        # As with transformers 4; PEFT's conversion finds the experts.
         targets = contextlib.nullcontext()
     with warnings.catch_warnings(), targets:
         warnings.simplefilter("ignore", FutureWarning)  # PEFT uses old names of transformers
@@ -1079,14 +1078,15 @@ def load_adapters(base: Any, folder: Path, all_of_them: bool = True) -> Any:
     return model.eval()
 
 
-def _numbers_experts(folder: Path) -> bool:
-    """Return whether an adapter has factors for experts that are layers of their own, by number."""
+def _names_experts_as_layers(folder: Path) -> bool:
+    """Return whether an adapter over experts names no tensors of them, but layers (`gate_proj`)."""
     path = folder / FILE
-    if not path.is_file():
+    options = read_object(folder / CONFIG, ModelError)
+    if options.get("target_parameters") or not path.is_file():
         return False
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - not a dictionary
-            if NUMBERED_EXPERT.search(name):
+            if "experts" in name.split("."):
                 return True
     return False
 

@@ -163,6 +163,11 @@ ROWS: dict[str, Row] = {
         {**mixture("mixtral"), "optimizer": {"kind": "adamw_8bit"}},
         within=0.08,
     ),
+    "qwen3_moe, lora": Row(SINGLE, 1, {**mixture("qwen3_moe"), "adapter": "lora"}),
+    "qwen3_moe, ep, lora": Row(EXPERTS, 2, {**mixture("qwen3_moe"), "adapter": "lora"}),
+    "qwen3_moe, 4bit": Row(
+        SINGLE, 1, {**mixture("qwen3_moe"), "adapter": {"kind": "lora", "quantize": "4bit"}}
+    ),
     "zero1, bf16": Row({"kind": "zero1"}, 2, LOW),
     "zero2": Row({"kind": "zero2"}, 2),
     "zero2, lora, bf16, full": Row(

@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drumline.config.config import LoRAConfig
+from drumline.engine.experts import cast_experts_under_autocast
 from drumline.errors import DrumlineError, ModelError
 from drumline.models import adapters
-from drumline.models.adapted_experts import from_file_layout, layers_over_experts
+from drumline.models.adapted_experts import layers_over_experts, split_by_expert
 from drumline.models.blocks import expert_modules, find_base_layer
 from drumline.models.load import facts
 from drumline.models.packed import Bits, PackedLinear, pack, packings_of
@@ -131,7 +132,7 @@ def test_outputs_and_gradients_are_those_of_peft(kind: str, tmp_path: Path) -> N
             other = modules[path + ".base_layer" * depth]
             a_of_peft = other.lora_A["default"].weight.grad
             b_of_peft = other.lora_B["default"].weight.grad
-            gradients = from_file_layout(one, a_of_peft, b_of_peft)
+            gradients = split_by_expert(one, a_of_peft, b_of_peft)
             factors = (one.lora_A["default"], one.lora_B["default"])
             for factor, gradient in zip(factors, gradients, strict=True):
                 torch.testing.assert_close(factor.weight.grad, gradient, rtol=1e-4, atol=1e-7)
@@ -225,6 +226,41 @@ def test_two_adapters_and_dropout(tmp_path: Path) -> None:
     loaded = adapters.load_adapters(base, folder)
     torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=1e-5)
     assert json.loads((folder / "adapter_config.json").read_text())["lora_dropout"] == 0.0
+
+
+def test_only_the_first_of_two_adapters_is_over_experts(tmp_path: Path) -> None:
+    options = LoRAConfig(r=4, more={"x": {"r": 2, "targets": "attention"}})
+    base, model = adapted("mixtral", options)
+    expected = logits(model)
+    adapters.save_adapter(model, tmp_path, "base", None)
+    loaded = adapters.load_adapters(base, tmp_path)
+    torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=1e-5)
+    loaded.base_model.set_adapter("x")
+    before = logits(loaded)
+    loaded.base_model.set_adapter(["default", "x"])
+    assert not torch.allclose(logits(loaded), before, atol=1e-2)
+
+
+def test_an_adapted_mixture_compiles_to_one_graph_and_computes_in_autocast() -> None:
+    _, model = adapted("qwen3_moe")
+    block = model.model.layers[0].mlp
+    hidden_BTD = torch.randn(1, 8, 32)
+    expected = block(hidden_BTD)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(hidden_BTD), expected)
+    cast_experts_under_autocast(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = block.experts(*_choices(hidden_BTD[0]))
+    assert low.dtype == torch.float32, "that of the tokens"
+    precise = block.experts(*_choices(hidden_BTD[0]))
+    assert 1e-5 < (low - precise).abs().max() < 0.1
+
+
+def _choices(hidden_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return inputs of a layer of experts: each token chooses two of four."""
+    tokens = len(hidden_ND)
+    chosen_Nk = torch.tensor([[0, 2], [1, 3]]).repeat(tokens // 2, 1)
+    return hidden_ND, chosen_Nk, torch.full((tokens, 2), 0.5)
 
 
 def test_a_wrong_merge_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

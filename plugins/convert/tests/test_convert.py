@@ -365,6 +365,16 @@ MEANT: list[tuple[str, dict[str, Any], str]] = [
         "modules: a list: without effect",
     ),
     (
+        LORA + "lora_target_modules: [q_proj]\nlora_target_parameters: [mlp.experts.down_proj]\n",
+        {"adapter.targets": ["q_proj", "mlp.experts.down_proj"]},
+        "",
+    ),
+    (
+        LORA + "lora_target_parameters: [mlp.experts.down_proj]\n",
+        {"adapter.targets": ["mlp.experts.down_proj"]},
+        "",
+    ),
+    (
         LORA + "lora_target_modules: 'model.layers.[0-3].(q|k)_proj'\n",
         {"adapter": "lora"},
         "left out: layers are named, not by a pattern",

@@ -392,11 +392,9 @@ TABLE: dict[str, Rule] = split_synonyms(
         # adapters
         "use_peft use_lora": postpone("use_peft"),
         "lora_r lora_rank": postpone("lora_r"),
-        "lora_alpha lora_dropout lora_target_modules lora_modules_to_save use_rslora use_dora load_in_4bit load_in_8bit": postpone(),
+        "lora_alpha lora_dropout lora_target_modules lora_target_parameters": postpone(),
+        "lora_modules_to_save use_rslora use_dora load_in_4bit load_in_8bit": postpone(),
         "lora_bias": reject("none", why="only the factors are trained", fix="set it to none"),
-        "lora_target_parameters": reject(
-            [], why="adapters are on linear layers", fix="name layers in lora_target_modules"
-        ),
         "lora_task_type": drop("the algorithm sets it"),
         "bnb_4bit_quant_type bnb_4bit_use_double_quant use_bnb_nested_quant": drop(
             "QLoRA is NF4 with double quantisation"

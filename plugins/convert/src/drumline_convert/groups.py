@@ -728,8 +728,11 @@ def _set_batch_norm(sheet: Sheet) -> None:
 PATTERN = re.compile(r"[\\^$*+?()\[\]{}|]")
 
 
-def _set_targets(sheet: Sheet, old: OldKey) -> None:
-    """Set adapter.targets: names of layers, or one word for many. Reports PEFT's patterns."""
+def _set_targets(sheet: Sheet, old: OldKey, of_experts: list[str]) -> None:
+    """Set adapter.targets: names of layers, or one word for many. Reports PEFT's patterns.
+
+    `of_experts`: names of experts' parameters, which stand beside those of layers.
+    """
     names = read_names(old)
     for name in names:
         if name in ("all-linear", "attention"):
@@ -742,7 +745,7 @@ def _set_targets(sheet: Sheet, old: OldKey) -> None:
             "list the ends of their names: adapter.targets: [q_proj, v_proj]",
         )
     elif names:
-        sheet.put("adapter.targets", names, old)
+        sheet.put("adapter.targets", [*names, *of_experts], old)
 
 
 # Old keys → the keys of `adapter`.
@@ -756,18 +759,20 @@ ADAPTER_KEYS: dict[str, tuple[str, Converter]] = {
 }
 
 
+# PEFT's names of layers and of experts' parameters.
+TARGETS = ("lora_target_modules", "lora_target_parameters")
 QUANTIZED = ("load_in_4bit", "load_in_8bit")
 
 
 def _set_adapter(sheet: Sheet) -> None:
     """Set LoRA and its options, if requested. Raises ConfigError for 4 and 8 bits together."""
-    old = take_waiting(sheet, "use_peft", *ADAPTER_KEYS, "lora_target_modules", *QUANTIZED)
+    old = take_waiting(sheet, "use_peft", *ADAPTER_KEYS, *TARGETS, *QUANTIZED)
     switch = old.pop("use_peft", None)
     if switch is not None and not read_flag(switch):
         for each in old.values():
             sheet.note(each, f"without effect: {switch.key} is false")
         return
-    for default in ("use_rslora", "use_dora", "lora_modules_to_save"):
+    for default in ("use_rslora", "use_dora", "lora_modules_to_save", "lora_target_parameters"):
         if default in old and not old[default].value:
             del old[default]
     quantized = [name for name in QUANTIZED if name in old and read_flag(old[name])]
@@ -784,8 +789,12 @@ def _set_adapter_options(sheet: Sheet, old: dict[str, OldKey], quantized: list[s
     for name, (key, convert) in ADAPTER_KEYS.items():
         if name in old:
             sheet.put(f"adapter.{key}", convert(old[name]), old[name])
+    parameters = old.get("lora_target_parameters")
+    of_experts = [] if parameters is None else read_names(parameters)
     if "lora_target_modules" in old:
-        _set_targets(sheet, old["lora_target_modules"])
+        _set_targets(sheet, old["lora_target_modules"], of_experts)
+    elif parameters is not None:
+        sheet.put("adapter.targets", of_experts, parameters)
     if quantized:
         name = quantized[0]
         sheet.put("adapter.quantize", name.removeprefix("load_in_"), old[name])
