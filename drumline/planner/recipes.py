@@ -185,7 +185,7 @@ def _describe(candidate: Candidate, price: float | None) -> list[str]:
     ]
     if price is not None:
         cost = number(candidate.cost(price, TOKENS) or 0.0)
-        lines.append(f"#   price   {cost}, at {price} for an hour of a device")
+        lines.append(f"#   price   {cost} (a device costs {price} an hour)")
     return lines
 
 
