@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 
 from drumline.algorithms.embed.contrast import MOST_ENTRIES
-from drumline.dist.copies import copy_to_device
 
 # k of recall@k, and of nDCG@k.
 RECALL_AT = (1, 10)
@@ -54,7 +53,7 @@ def rank_documents(compared_NRD: torch.Tensor, ids_NR: torch.Tensor) -> torch.Te
     def copy(array: npt.NDArray[np.int64]) -> torch.Tensor:
         """Return an array as a tensor on the device."""
         tensor = torch.from_numpy(array)
-        return copy_to_device(device, tensor)
+        return tensor.to(device)
 
     document_rows_U = copy(judged.document_rows)
     documents_UD = documents_MD[document_rows_U]
