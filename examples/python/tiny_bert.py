@@ -28,7 +28,7 @@ def read_texts(path):
 
 
 def make_tokenizer(texts):
-    """Return a tokenizer of words, which puts [CLS] and [SEP] around each text."""
+    """Return a tokenizer of words, which puts [CLS] and [SEP] around a text or two."""
     core = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     core.normalizer = normalizers.Lowercase()
     core.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -36,7 +36,9 @@ def make_tokenizer(texts):
         texts, trainers.WordLevelTrainer(special_tokens=SPECIAL_TOKENS, show_progress=False)
     )
     core.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -45,6 +47,7 @@ def make_tokenizer(texts):
         cls_token="[CLS]",
         sep_token="[SEP]",
         model_max_length=512,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     )
 
 

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from drumline.algorithms.embed import contrast, ranking
 from drumline.algorithms.embed.contrast import InfoNCE
+from drumline.algorithms.embed.folder import sentence_transformers_files
 from drumline.algorithms.embed.objective import Embed, pooling_weights
 from drumline.algorithms.embed.ranking import RANKED, rank_documents
 from drumline.algorithms.embed.spec import EmbedConfig
@@ -374,3 +375,21 @@ def test_the_first_pass_is_planned() -> None:
 
 def test_a_batch_has_no_targets() -> None:
     assert WholeTextBatch.weigh(None, np.arange(5)) == 5  # type: ignore[arg-type]
+
+
+def test_files_of_sentence_transformers() -> None:
+    """sentence-transformers 6.2 read these once, and embedded texts as the model did."""
+    prompts = {"query": "q: ", "document": ""}
+    files = sentence_transformers_files("last", True, prompts, 32, 96)
+    modules = files["modules.json"]
+    assert [module["path"] for module in modules] == ["", "1_Pooling", "2_Normalize"]
+    assert modules[1]["type"] == "sentence_transformers.models.Pooling"
+    pooling = files["1_Pooling/config.json"]
+    assert pooling["pooling_mode_lasttoken"]
+    assert not pooling["pooling_mode_mean_tokens"]
+    assert pooling["word_embedding_dimension"] == 32
+    assert files["sentence_bert_config.json"]["max_seq_length"] == 96
+    assert files["config_sentence_transformers.json"]["prompts"] == prompts
+    plain = sentence_transformers_files("mean", False, prompts, 32, 96)
+    assert len(plain["modules.json"]) == 2
+    assert plain["config_sentence_transformers.json"]["similarity_fn_name"] == "dot"

@@ -7,26 +7,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from drumline.algorithms.embed.spec import EmbedConfig
-
 # Module of sentence-transformers by the kind of file that it has.
 MODULE = "sentence_transformers.models.{}"
 
 
 def sentence_transformers_files(
-    spec: EmbedConfig, bidirectional: bool, hidden: int, max_length: int
+    pooling: str, normalize: bool, prompts: dict[str, str], hidden: int, max_length: int
 ) -> dict[str, Any]:
     """Return the contents of JSON files by their paths in the folder of a model.
 
     Args:
-        spec: the section `algorithm`.
-        bidirectional: whether the model reads both ways.
+        pooling: mean, last or cls.
+        normalize: whether texts are compared by cosine similarity, or by the dot product.
+        prompts: text before each query and each document.
         hidden: numbers of an embedding.
         max_length: the most tokens of a text.
     """
-    pooling = spec.pooling_of(bidirectional)
     names = ["Transformer", "Pooling"]
-    if spec.normalize:
+    if normalize:
         names.append("Normalize")
     modules = []
     for index, name in enumerate(names):
@@ -37,7 +35,7 @@ def sentence_transformers_files(
             {"idx": index, "name": str(index), "path": path, "type": MODULE.format(name)}
         )
     similarity = "dot"
-    if spec.normalize:
+    if normalize:
         similarity = "cosine"
     return {
         "modules.json": modules,
@@ -53,7 +51,7 @@ def sentence_transformers_files(
             "include_prompt": True,
         },
         "config_sentence_transformers.json": {
-            "prompts": {"query": spec.query_prompt, "document": spec.document_prompt},
+            "prompts": prompts,
             "default_prompt_name": None,
             "similarity_fn_name": similarity,
         },

@@ -37,7 +37,10 @@ class Embed(Algorithm):
         """
         embeddings_PRD = self._embed(outputs, batch)
         ids_PR = self._by_sample(batch.text_ids_B)
-        return torch.cat([embeddings_PRD.flatten(1).double(), ids_PR], 1)
+        flat_PK = embeddings_PRD.flatten(1)
+        numbers_PK = flat_PK.double()
+        parts = [numbers_PK, ids_PR]
+        return torch.cat(parts, 1)
 
     def combine_first(self, numbers_NK: torch.Tensor, trains: bool) -> torch.Tensor:
         """Return what the losses of the samples read, fp64.
@@ -66,18 +69,26 @@ class Embed(Algorithm):
         numbers_PK = batch.first.numbers_NK[batch.places_P] * batch.real_P[:, None]
         gradient_PRD = numbers_PK[:, :-STATISTICS].view(embeddings_PRD.shape)
         carrier = (embeddings_PRD * gradient_PRD.float()).sum()
-        sums = _statistics(numbers_PK[:, -STATISTICS:], batch)
-        loss_sum = numbers_PK[:, -STATISTICS].sum().float()
+        statistics_P3 = numbers_PK[:, -STATISTICS:]
+        sums = _statistics(statistics_P3, batch)
+        loss_P = statistics_P3[:, 0]
+        loss_sum = loss_P.sum()
         # The carrier has the gradient, and is taken off the value.
-        return LossOut(loss_sum + (carrier - carrier.detach()), sums)
+        value = carrier.detach()
+        slope = carrier - value
+        with_gradient = loss_sum + slope
+        return LossOut(with_gradient.float(), sums)
 
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
         """Return the loss against all documents of the set, with the sums of the ranking."""
         numbers_PK = batch.first.numbers_NK[batch.places_P] * batch.real_P[:, None]
-        sums = _statistics(numbers_PK[:, :STATISTICS], batch)
+        statistics_P3 = numbers_PK[:, :STATISTICS]
+        sums = _statistics(statistics_P3, batch)
         for name, values_P in zip(RANKED, numbers_PK[:, STATISTICS:].unbind(1), strict=True):
             sums[name] = values_P.sum()
-        return LossOut(numbers_PK[:, 0].sum().float(), sums)
+        loss_P = statistics_P3[:, 0]
+        loss_sum = loss_P.sum()
+        return LossOut(loss_sum.float(), sums)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Return the loss, and how well the queries of the set find the documents that answer them.

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 
 from drumline.algorithms.embed.contrast import MOST_ENTRIES
-from drumline.dist.copies import copy_to_device
 
 # k of recall@k, and of nDCG@k.
 RECALL_AT = (1, 10)
@@ -50,11 +49,17 @@ def rank_documents(compared_NRD: torch.Tensor, ids_NR: torch.Tensor) -> torch.Te
     device = compared_NRD.device
     judged = _judge(ids_NR.cpu().numpy())
     documents_MD = compared_NRD[:, 1:].flatten(0, 1)
-    document_rows_U = copy_to_device(device, torch.from_numpy(judged.document_rows))
+
+    def copy(array: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Return an array as a tensor on the device."""
+        tensor = torch.from_numpy(array)
+        return tensor.to(device)
+
+    document_rows_U = copy(judged.document_rows)
     documents_UD = documents_MD[document_rows_U]
-    query_rows_Q = copy_to_device(device, torch.from_numpy(judged.query_rows))
-    keys = copy_to_device(device, torch.from_numpy(judged.keys))
-    counts_Q = copy_to_device(device, torch.from_numpy(judged.counts))
+    query_rows_Q = copy(judged.query_rows)
+    keys = copy(judged.keys)
+    counts_Q = copy(judged.counts)
     documents = len(documents_UD)
     most = min(documents, max(*RECALL_AT, NDCG_AT))
     table_N4 = torch.zeros(len(ids_NR), len(RANKED), dtype=torch.float64, device=device)

@@ -113,8 +113,10 @@ class EmbedConfig(RetrievalSpec):
         """Return the files by which sentence-transformers loads the export."""
         from drumline.algorithms.embed.folder import sentence_transformers_files
 
+        pooling = self.pooling_of(plan.bidirectional)
+        prompts = {"query": self.query_prompt, "document": self.document_prompt}
         max_length = plan.config.data.max_length
-        return sentence_transformers_files(self, plan.bidirectional, hidden, max_length)
+        return sentence_transformers_files(pooling, self.normalize, prompts, hidden, max_length)
 
     def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
         return {
