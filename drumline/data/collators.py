@@ -12,6 +12,7 @@ from drumline.data.batches import collate, collate_labelled_texts, collate_pairs
 from drumline.data.cache import TokenCache
 from drumline.data.images import collate_labelled_images, collate_vision
 from drumline.data.judged import collate_judged, collate_mismatched
+from drumline.data.seq2seq import collate_seq2seq
 from drumline.models.load import load_config
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import load_processor, side_of, vision_of
@@ -43,6 +44,15 @@ def text_collator(plan: Plan, width: int | None) -> CollatorFactory:
         return lambda cache: lambda ids: collate_vision(cache, ids, pad, width, vision)
 
     return lambda cache: lambda ids: collate(read_segments(cache, ids), pad, width)
+
+
+def seq2seq_collator(plan: Plan, width: int | None) -> CollatorFactory:
+    """Return the factory for prompts of an encoder with completions of a decoder.
+
+    `width`: tokens of every row; None: those of the longest row of each side.
+    """
+    pad = padding_id(plan)
+    return lambda cache: lambda ids: collate_seq2seq(read_segments(cache, ids), pad, width)
 
 
 def pair_collator(plan: Plan, width: int | None) -> CollatorFactory:

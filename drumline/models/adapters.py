@@ -37,7 +37,7 @@ from drumline.dist.seeds import derive, use_seed
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import require_package
 from drumline.models.blocks import blocks, embedding_and_head, find_base_layer, is_head_tied
-from drumline.models.classes import reads_images
+from drumline.models.classes import is_seq2seq, reads_images
 from drumline.models.packed import PackedLinear
 from drumline.models.scores import extra_heads
 from drumline.plan.facts import has_ending
@@ -252,6 +252,9 @@ def _inject_layers(
         adapted.update(chosen)
     token_rows = _token_rows(model, adapter.trainable_tokens, trained, adapted)
     peft_configs = {}
+    task_type = "CAUSAL_LM"
+    if is_seq2seq(model):
+        task_type = "SEQ_2_SEQ_LM"
     for adapter_name, chosen in names.items():
         is_first = adapter_name == NAME
         options: LoRAFactors = adapter
@@ -267,7 +270,7 @@ def _inject_layers(
             target_modules=_shorten_names(model, chosen),
             trainable_token_indices=token_rows if is_first else None,
             fan_in_fan_out=layer_classes <= {"Conv1D"},
-            task_type="CAUSAL_LM",
+            task_type=task_type,
         )
     # PEFT draws first values, which `inject` replaces: `use_seed` keeps the run's random state.
     with use_seed(None), warnings.catch_warnings(), _keep_named_targets():

@@ -760,6 +760,12 @@ CASES += [
     # enlarge its rounding there.
     Case("gpt2", {**PACKED, "optimizer": {}}, ("ddp 2", "fsdp2 2", "zero2 2"), "gpt2"),
     Case("qwen2", PACKED, ("ddp 2", "fsdp2 2", "zero2 2"), "qwen2"),
+    Case(
+        "t5",
+        {"rows": 48, "optimizer": {"eps": 1e-6}},
+        ("ddp 2", "ddp 2, activation checkpointing", *ENGINES),
+        "t5",
+    ),
 ]
 LOW_CASE = next(case for case in CASES if case.name == "clipped hard")
 PAIRS: list[tuple[Row, Case]] = []
