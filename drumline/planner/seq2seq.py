@@ -10,7 +10,6 @@ from drumline.config.config import Config
 from drumline.errors import ModelError
 from drumline.foreign import read_object
 from drumline.models.classes import ENCODER_DECODERS, WRITING, decoder_start, is_encoder_decoder
-from drumline.plan.rules import NO_PACKING
 from drumline.planner.sizes import FoundModel
 
 
@@ -32,7 +31,7 @@ def resolve_seq2seq(config: Config, hf_config: Any, note: Callable[[Iterable[str
     """Return the config with the algorithm that its model takes.
 
     For a model with an encoder and a decoder `seq2seq` stands in the place of `sft`, with the
-    decoder's first token. Any other config is returned as it is.
+    decoder's first token, and rows are not packed. Any other config is returned as it is.
 
     `hf_config`: transformers' config of the model. `note`: is given a line for the user. Raises
     ModelError for an algorithm that the model cannot be trained by.
@@ -55,10 +54,6 @@ def resolve_seq2seq(config: Config, hf_config: Any, note: Callable[[Iterable[str
     if spec is None:
         what = f"{name} has an encoder and a decoder, which {algorithm.kind} does not train"
         raise ModelError(what, where="algorithm.kind", fix="use algorithm: sft")
-    if "packing" in config.data.model_fields_set and config.data.packing:
-        raise NO_PACKING.error(
-            f"{name} has an encoder and a decoder, whose attention takes masks of single rows"
-        )
     given = getattr(algorithm, "decoder_start", None)
     if given not in (None, start):
         what = f"the decoder of {name} begins with token {start}, not {given}"
@@ -67,4 +62,7 @@ def resolve_seq2seq(config: Config, hf_config: Any, note: Callable[[Iterable[str
     if algorithm.head != spec.head:
         line = f"algorithm: {spec.kind} in place of {algorithm.kind}, since {name} has an encoder"
         note([f"{line}; rows stay unpacked"])
-    return config.model_copy(update={"algorithm": spec})
+    # Packing is on by default, and a run folder's config has every default written out. So it is
+    # turned off and not refused.
+    data = config.data.model_copy(update={"packing": False})
+    return config.model_copy(update={"algorithm": spec, "data": data})

@@ -19,7 +19,7 @@ from drumline.config.model import ModelConfig
 from drumline.data.seq2seq import Seq2SeqBatch, Seq2SeqRowEncoder, collate_seq2seq
 from drumline.data.sources import Row
 from drumline.engine.build import build_engine
-from drumline.errors import ConfigError, DataError, ModelError, PlanError
+from drumline.errors import ConfigError, DataError, ModelError
 from drumline.hardware.detect import Machine
 from drumline.models.build import build_model
 from drumline.models.classes import ENCODER_DECODERS
@@ -220,7 +220,7 @@ def test_sft_becomes_seq2seq() -> None:
     config = resolve_seq2seq(config_of("algorithm={kind: sft, loss_chunk: 7}"), t5, said.extend)
     algorithm = config.algorithm
     assert algorithm.model_dump() == {"kind": "seq2seq", "loss_chunk": 7, "decoder_start": 0}
-    assert not config.packs
+    assert not config.data.packing
     assert "seq2seq in place of sft" in said[0]
     # What is resolved stays as it is.
     assert resolve_seq2seq(config, t5, said.extend) == config
@@ -234,7 +234,6 @@ def test_sft_becomes_seq2seq() -> None:
         (("algorithm=dpo",), "t5", "which dpo does not train"),
         (("algorithm=seq2seq",), "llama", "has no encoder beside its decoder"),
         (("algorithm={kind: seq2seq, decoder_start: 5}",), "t5", "begins with token 0, not 5"),
-        (("data.packing=true",), "t5", "attention takes masks of single rows"),
     ],
 )
 def test_what_does_not_go_together(overrides: tuple[str, ...], kind: str, message: str) -> None:
@@ -242,7 +241,7 @@ def test_what_does_not_go_together(overrides: tuple[str, ...], kind: str, messag
     if kind == "t5":
         values = T5
     config = AutoConfig.for_model(kind, **values)
-    with pytest.raises((ModelError, PlanError), match=message):
+    with pytest.raises(ModelError, match=message):
         resolve_seq2seq(config_of(*overrides), config, list)
 
 
