@@ -336,12 +336,12 @@ def _memory(case: Case) -> Iterator[Refusal]:
     for key in ("checkpointed_blocks", "activation_offload", "mlp_chunk"):
         if not getattr(memory, key):
             continue
-        if not _is_native(case):
+        if not _runs_whole_blocks(case):
             yield _memory_refusal(
                 key,
-                "tp, cp, pp, ep, zero",
-                "it is tested with ranks that run whole blocks on whole rows alone",
-                "take it out, or use strategy=fsdp2 or ddp",
+                "tp, pp, ep, zero, ring",
+                "it is tested with ranks that run whole blocks alone",
+                "take it out, or use strategy=fsdp2 or ddp, with cp by ulysses",
             )
         if config.compile.enabled and key != "checkpointed_blocks":
             yield _memory_refusal(
@@ -489,6 +489,16 @@ def _has_fp8_layer(facts: ModelFacts) -> bool:
 def _is_native(case: Case) -> bool:
     """Return whether Drumline's own engine steps the model, on ranks that run whole layers."""
     return case.strategy.engine(case.mesh) == "native" and is_data_parallel_only(case.mesh)
+
+
+def _runs_whole_blocks(case: Case) -> bool:
+    """Return whether each rank runs all blocks by Drumline's own engine.
+
+    It may run them on its part of each row: only Ulysses' attention sees the others.
+    """
+    mesh = case.mesh
+    is_native = case.strategy.engine(mesh) == "native"
+    return is_native and mesh.tp * mesh.pp * mesh.ep == 1 and not _uses_ring_attention(case)
 
 
 def _steps_per_parameter(config: Config) -> bool:

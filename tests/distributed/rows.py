@@ -293,6 +293,18 @@ ROWS = [
     ),
     Row("fsdp2 x cp 2", 2, {"strategy": {"kind": "fsdp2", "cp": 2}}),
     Row(
+        "fsdp2 x cp 2, offloaded, in chunks",
+        2,
+        {
+            "strategy": {"kind": "fsdp2", "cp": 2},
+            "memory": {
+                "activation_checkpointing": "full",
+                "activation_offload": True,
+                "mlp_chunk": 48,
+            },
+        },
+    ),
+    Row(
         "ddp 2 x cp 2",
         4,
         {"strategy": {"kind": "ddp", "cp": 2}, **FOURS},
