@@ -137,6 +137,14 @@ ARCHITECTURES = {
         "moe_intermediate_size": 16,
         "moe_layer_start_index": 1,
     },
+    "t5": {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+    },
     "gpt2": {
         "n_embd": 32,
         "n_head": 4,
@@ -151,19 +159,23 @@ ARCHITECTURES = {
 def tiny_architecture_dir(path: Path, kind: str, layers: int = 4) -> Path:
     """`tiny_model_dir` of one of ARCHITECTURES."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     tokenizer = tiny_tokenizer()
+    auto_class: Any = AutoModelForCausalLM
+    if kind == "t5":
+        auto_class = AutoModelForSeq2SeqLM
     ids = {
         "vocab_size": len(tokenizer),
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    depth = {"n_layer" if kind == "gpt2" else "num_hidden_layers": layers}
+    key = {"gpt2": "n_layer", "t5": "num_layers"}.get(kind, "num_hidden_layers")
+    depth = {key: layers}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class.from_config(
             AutoConfig.for_model(kind, **ARCHITECTURES[kind], **ids, **depth)
         )
     model.save_pretrained(path)

@@ -117,7 +117,8 @@ class AlgorithmSpec(Spec):
     sees_images: ClassVar[bool] = False
     # Whether a row is a prompt with its answer, which a generated answer can be compared with.
     has_answers: ClassVar[bool] = False
-    # Whether the trained model can generate text. Otherwise it gives scores or classes.
+    # Whether the trained model writes on behind a prompt. Otherwise it gives scores or classes, or
+    # reads the prompt by an encoder.
     writes: ClassVar[bool] = True
     # The library that loads an export, and what it does, as a model's card on the hub names both.
     library: ClassVar[str] = "transformers"
@@ -174,6 +175,14 @@ class AlgorithmSpec(Spec):
     @property
     def rollout(self) -> RolloutSpec | None:
         """The algorithm itself if it learns from completions that it samples; None otherwise."""
+        return None
+
+    def beside_encoder(self, decoder_start: int) -> AlgorithmSpec | None:
+        """Return the algorithm in place of this one for a model with an encoder and a decoder.
+
+        None if this one does not train such models. `decoder_start`: the id of the decoder's first
+        token.
+        """
         return None
 
     def cache_parts(self) -> dict[str, Any]:

@@ -18,7 +18,8 @@ TEMPLATES = ("chatml", "llama-3", "mistral", "gemma", "qwen", "phi", "zephyr", "
 # - text: classes of a text
 # - embedding: hidden states, of which a text's embedding is made
 # - image: classes of an image
-Head = Literal["lm", "valued", "score", "text", "embedding", "image"]
+# - seq2seq: next-token logits of a decoder that reads an encoder
+Head = Literal["lm", "valued", "score", "text", "embedding", "image", "seq2seq"]
 # The largest multiple that the rows of an embedding can be set to.
 MOST_MULTIPLE = 10**6
 

@@ -13,6 +13,7 @@ from drumline.data.cache import TokenCache
 from drumline.data.images import collate_labelled_images, collate_vision, collate_vision_pairs
 from drumline.data.judged import collate_judged, collate_mismatched
 from drumline.data.retrieval import collate_candidates, collate_retrieval
+from drumline.data.seq2seq import collate_seq2seq
 from drumline.models.image_tokens import Vision
 from drumline.models.load import load_config
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
@@ -50,6 +51,15 @@ def find_vision(plan: Plan) -> Vision | None:
     """Return how the plan's model reads images; None for a model of text."""
     hf_config = load_config(plan.model_path, plan.config.model)
     return vision_of(plan.config, plan.model_path, hf_config)
+
+
+def seq2seq_collator(plan: Plan, width: int | None) -> CollatorFactory:
+    """Return the factory for prompts of an encoder with completions of a decoder.
+
+    `width`: tokens of every row; None: those of the longest row of each side.
+    """
+    pad = padding_id(plan)
+    return lambda cache: lambda ids: collate_seq2seq(read_segments(cache, ids), pad, width)
 
 
 def pair_collator(plan: Plan, width: int | None) -> CollatorFactory:

@@ -27,7 +27,7 @@ from drumline.models import adapters
 from drumline.models.attention import use_document_attention
 from drumline.models.blocks import Units, blocks, set_blocks
 from drumline.models.build import ModelHead, lay_out
-from drumline.models.classes import LM
+from drumline.models.classes import WRITING
 from drumline.models.containers import LOW_PRECISION
 from drumline.models.freeze import cast_weights, freeze, return_fp32_embeddings
 from drumline.models.head import require_next_token, shares_prompts
@@ -341,7 +341,7 @@ def _build_unfilled_model(
     )
     if head != "image":
         use_document_attention(model, plan)
-    predicts_tokens = head in LM
+    predicts_tokens = head in WRITING
     if predicts_tokens and config.packs:
         reason = separate_recurrent_layers(model, device)
         if reason and device != "cpu":

@@ -48,7 +48,7 @@ from drumline.launch.early import EarlyRanks
 from drumline.launch.environment import launched_by
 from drumline.launch.local import LocalRanks, launch
 from drumline.models.build import ModelHead, lay_out
-from drumline.models.classes import LM, require_classes
+from drumline.models.classes import WRITING, require_classes
 from drumline.models.export import plan_of
 from drumline.models.load import load_config
 from drumline.plan.explain import default_run_dir, strategy_name
@@ -215,7 +215,7 @@ def plan_evaluation(
         raise ConfigError("there is no held-out set", where="data", fix=fix)
     # A head that is missing would be drawn at random, and its metrics would be noise.
     is_folder_of_model = place is not None and weights.checkpoint is None
-    if is_folder_of_model and plan.config.head not in LM:
+    if is_folder_of_model and plan.config.head not in WRITING:
         _require_head(plan, str(place))
     return plan, weights, run_dir
 

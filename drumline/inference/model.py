@@ -31,7 +31,7 @@ from drumline.foreign import expanded, read_object, require_package, translate_e
 from drumline.models.adapters import CONFIG as ADAPTER
 from drumline.models.adapters import load_adapters, merge_loaded
 from drumline.models.build import build_model
-from drumline.models.classes import auto_class
+from drumline.models.classes import auto_class, is_encoder_decoder
 from drumline.models.export import PROVENANCE, read_checkpoint, read_run
 from drumline.models.files import call_loader, hub_options, resolve, silence_transformers
 from drumline.models.load import load_config
@@ -233,6 +233,8 @@ def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Mode
     folder = expanded(place)
     if (folder / "plan.json").exists():
         plan = Plan.load(folder / "plan.json", trust)
+        if plan.config.head == "seq2seq":
+            raise encoder_error(place)
         if not plan.config.algorithm.writes:
             what = f"a model of algorithm {plan.config.algorithm.kind} gives numbers, not text"
             raise ModelError(what, where=place)
@@ -330,6 +332,15 @@ def _grow_embeddings(base: Any, adapter: Path, tokenizer: Any) -> None:
         grow_whole(base, Growth(stored, rows, trained_rows=stored))
 
 
+def encoder_error(where: str) -> ModelError:
+    """Return the error for a model whose prompt is read by an encoder."""
+    what = (
+        "it has an encoder and a decoder, and texts are written here behind a prompt of the decoder"
+    )
+    fix = "use AutoModelForSeq2SeqLM.from_pretrained and generate of transformers"
+    return ModelError(what, where=where, fix=fix)
+
+
 def _read_pretrained(source: str, model: ModelConfig) -> Any:
     """Return the whole model that transformers reads from a folder or hub id, in fp32.
 
@@ -340,6 +351,8 @@ def _read_pretrained(source: str, model: ModelConfig) -> Any:
     if any(name.endswith("Classification") for name in architectures):
         what = f"{architectures[0]} gives numbers, not text"
         raise ModelError(what, where=source, fix="name a language model")
+    if is_encoder_decoder(config):
+        raise encoder_error(source)
     options = {"dtype": torch.float32, "output_loading_info": True, **hub_options(source, model)}
 
     def read() -> Any:

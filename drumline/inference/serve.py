@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from drumline.errors import EnvironmentFault, ModelError
+from drumline.inference.model import encoder_error
 from drumline.launch.environment import listen
 from drumline.models.export import find_or_export, plan_of
 from drumline.report.bars import bars
@@ -37,6 +38,8 @@ def serve(run: Path, host: str, port: int, trust: bool) -> int:
     `run`: the run folder. `trust`: run code that comes with the model.
     """
     plan = plan_of(run, trust)
+    if plan.config.head == "seq2seq":
+        raise encoder_error(str(run))
     if not plan.config.algorithm.writes:
         what = f"a model of algorithm {plan.config.algorithm.kind} gives numbers, not text"
         raise ModelError(what, where=str(run))

@@ -47,7 +47,7 @@ from drumline.models.blocks import (
     is_head_tied,
     takes_adapters,
 )
-from drumline.models.classes import ends_in_hidden_states, reads_images
+from drumline.models.classes import ends_in_hidden_states, is_seq2seq, reads_images
 from drumline.models.packed import PackedLinear, PackedTensor, packings_of
 from drumline.models.parts import is_part, names_in_part
 from drumline.models.scores import extra_heads
@@ -348,6 +348,9 @@ def _inject_layers(
         adapted.update(chosen)
     token_rows = _token_rows(model, adapter.trainable_tokens, trained, adapted)
     peft_configs = {}
+    task_type = "CAUSAL_LM"
+    if is_seq2seq(model):
+        task_type = "SEQ_2_SEQ_LM"
     for adapter_name, chosen in names.items():
         is_first = adapter_name == NAME
         options: LoRAFactors = adapter
@@ -367,7 +370,7 @@ def _inject_layers(
             target_parameters=_shorten_tensor_names(model, experts) or None,
             trainable_token_indices=token_rows if is_first else None,
             fan_in_fan_out=layer_classes == {"Conv1D"},
-            task_type="CAUSAL_LM",
+            task_type=task_type,
         )
     # PEFT draws first values, which `inject` replaces: `use_seed` keeps the run's random state.
     with use_seed(None), warnings.catch_warnings(), _keep_named_targets():

@@ -103,6 +103,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 def _block_classes(model: nn.Module) -> set[str]:
     """Return the class names of a Hugging Face model's blocks; none for any other module."""
     names: Any = getattr(model, "_no_split_modules", None)
+    config: Any = getattr(model, "config", None)
+    if not names and getattr(config, "is_encoder_decoder", False):
+        # Pegasus and others name none: the members of the lists of both stacks are their blocks.
+        names = [type(member).__name__ for member in _members_of_outer_lists(model)]
     return set(names or ())
 
 

@@ -12,7 +12,7 @@ import torch
 from drumline.config.model import Head, ModelConfig
 from drumline.dist.seeds import use_seed
 from drumline.errors import ModelError
-from drumline.models.classes import LM, auto_class, set_classes
+from drumline.models.classes import WRITING, auto_class, set_classes
 from drumline.models.files import call_loader, hub_options, silence_transformers
 from drumline.models.load import build_without_memory, load_grown
 from drumline.models.scores import add_head, extra_heads, remove_pooler
@@ -214,7 +214,7 @@ def _read_whole_model(
         set_rows(stored, growth.stored)
     reading = options | hub_options(path, model)
     reading |= {"config": stored, "output_loading_info": True}
-    if head.kind not in LM:
+    if head.kind not in WRITING:
         # The files may have a head of other classes, which is drawn anew.
         reading["ignore_mismatched_sizes"] = True
 

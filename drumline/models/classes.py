@@ -26,9 +26,39 @@ AUTO: dict[Head, tuple[str, str]] = {
     # Nothing: hidden states are the output.
     "embedding": ("AutoModel", "encoder of texts"),
     "image": ("AutoModelForImageClassification", "classifier of images"),
+    # Logits of the next token of a decoder that reads an encoder.
+    "seq2seq": ("AutoModelForSeq2SeqLM", "encoder-decoder model"),
 }
 # Heads of language models, with or without a value beside the logits.
 LM: tuple[Head, ...] = ("lm", "valued")
+# Heads whose model writes text.
+WRITING: tuple[Head, ...] = (*LM, "seq2seq")
+# Types of models of text with an encoder and a decoder. Planning asks this without transformers.
+ENCODER_DECODERS = frozenset(
+    {
+        "bart",
+        "bigbird_pegasus",
+        "blenderbot",
+        "blenderbot-small",
+        "fsmt",
+        "led",
+        "longt5",
+        "m2m_100",
+        "marian",
+        "mbart",
+        "mt5",
+        "mvp",
+        "nllb-moe",
+        "pegasus",
+        "pegasus_x",
+        "plbart",
+        "prophetnet",
+        "switch_transformers",
+        "t5",
+        "t5gemma",
+        "umt5",
+    }
+)
 
 
 def auto_class(config: Any, head: Head = "lm") -> Any:
@@ -51,6 +81,36 @@ def is_vision_language(config: Any) -> bool:
     if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return False
     return getattr(config, "vision_config", None) is not None
+
+
+def is_encoder_decoder(config: Any) -> bool:
+    """Return whether transformers builds a model of texts with an encoder and a decoder from this.
+
+    Such as T5, BART and T5Gemma.
+    """
+    if getattr(config, "model_type", None) not in ENCODER_DECODERS:
+        return False
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def decoder_start(config: Any) -> int | None:
+    """Return the id of the token that the decoder beside an encoder begins with; None: not known."""
+    start: int | None = getattr(config, "decoder_start_token_id", None)
+    if start is None:
+        # T5Gemma begins with the first token of its decoder's texts.
+        start = getattr(getattr(config, "decoder", config), "bos_token_id", None)
+    return start
+
+
+def is_seq2seq(model: Any) -> bool:
+    """Return whether a model's decoder reads an encoder, and its logits are of the next token."""
+    from drumline.vendor.transformers import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
+    if not is_encoder_decoder(model.config):
+        return False
+    # FSDP2 puts its name before that of the class.
+    class_name = type(model).__name__.removeprefix("FSDP")
+    return bool(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES[model.config.model_type] == class_name)
 
 
 def values_by_layer(config: Any, key: str) -> list[Any]:

@@ -25,7 +25,14 @@ from drumline.foreign import read_object
 from drumline.hardware.detect import free_bytes
 from drumline.models import adapters
 from drumline.models.build import build_model
-from drumline.models.classes import LM, auto_class, is_vision_language, reads_images
+from drumline.models.classes import (
+    LM,
+    WRITING,
+    auto_class,
+    is_seq2seq,
+    is_vision_language,
+    reads_images,
+)
 from drumline.models.files import (
     OnProgress,
     find_file,
@@ -43,6 +50,7 @@ from drumline.models.rounding import (
     rounding_limit,
 )
 from drumline.models.scores import VALUE, grey_image
+from drumline.models.seq2seq import seq2seq_inputs
 from drumline.models.shards import canonical_tensors
 from drumline.models.small import trial_tokens
 from drumline.models.templates import end_ids, special_ids
@@ -338,7 +346,7 @@ def _build_trained_model(plan: Plan, model: ModelConfig, checkpoint: Path, merge
         adapters.inject(built, adapter, seed)
     load(checkpoint, canonical_tensors(built), collective=False)
     built.config.use_cache = True
-    if head in LM and path is not None:
+    if head in WRITING and path is not None:
         # A model without one keeps what transformers makes from the config.
         with contextlib.suppress(OSError):
             built.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
@@ -394,7 +402,7 @@ def _save_tokenizer_or_processor(plan: Plan, model: ModelConfig, module: Any, fo
         load_processor(path, model, config, image_size).save_pretrained(folder)
         return
     tokenizer = load_tokenizer(path, model)
-    if plan.config.head not in LM:
+    if plan.config.head not in WRITING:
         # transformers' own classifiers take the token before the first padding id for the last one
         # of a row. So the padding id must not end texts.
         padding_id = tokenizer.pad_token_id
@@ -613,6 +621,8 @@ def _trial_inputs(model: Any, plan: Plan) -> dict[str, torch.Tensor]:
     ids_BT = ids_T[None]
     if is_vision_language(model.config):
         return trial_tokens(model, ids_BT).inputs()
+    if is_seq2seq(model):
+        return seq2seq_inputs(ids_BT)
     return {"input_ids": ids_BT}
 
 

@@ -7,7 +7,7 @@ and a loss computes the logits of few tokens at a time. Otherwise the outputs ar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from drumline.models.classes import (
     bidirectional_error,
     ends_in_classes,
     ends_in_hidden_states,
+    is_seq2seq,
     reads_images,
 )
 from drumline.models.losses import (
@@ -41,6 +42,13 @@ from drumline.models.losses import (
 )
 from drumline.models.router import loads_of, router_of, trains_router
 from drumline.models.scores import class_logits, grey_image, score_head, score_parts
+from drumline.models.seq2seq import (
+    head_bias,
+    is_head_of_seq2seq,
+    require_seq2seq,
+    seq2seq_inputs,
+    seq2seq_parts,
+)
 from drumline.models.sequence import SequencePart
 from drumline.models.small import TrialTokens, is_close, trial_tokens, try_small
 from drumline.plan.attention import has_drumline_attention
@@ -230,15 +238,18 @@ class Outputs:
         return self.sequence.total(part_sum)
 
 
-def trunk_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
-    """Return (trunk, head) of a causal LM or a score model; None if it lacks one.
+def trunk_and_head(model: Any) -> tuple[Callable[..., Any], nn.Linear] | None:
+    """Return (trunk, head) of a model of text; None if it lacks one.
 
-    The trunk of a vision-language model includes the tower. The head must be a plain linear layer:
-    its weight is used without its forward, which an adapter would change.
+    The trunk of a vision-language model includes the tower, and that of an encoder-decoder model
+    both stacks. The head must be a plain linear layer: its weight is used without its forward,
+    which an adapter would change.
     """
     scores = score_parts(model)
     if scores is not None:
         return scores
+    if is_seq2seq(model):
+        return seq2seq_parts(model)
     has_tower = getattr(model.config, "vision_config", None) is not None
     if has_tower:
         trunk = model.base_model
@@ -262,6 +273,8 @@ def can_split(model: Any) -> bool:
         return True
     if trunk_and_head(model) is None:
         return False
+    if is_seq2seq(model):
+        return try_small(model, "cpu", is_head_of_seq2seq)
     return try_small(model, "cpu", _is_head_of_trunk)
 
 
@@ -271,6 +284,7 @@ def _is_head_of_trunk(small: Any, ids_BT: torch.Tensor) -> bool:
     if parts is None:
         return False
     trunk, head = parts
+    assert isinstance(trunk, nn.Module)
     # Soft-capping hardly changes the small logits of a fresh model: this makes them large.
     head.weight.mul_(50)
     outputs_of_trunk: list[Any] = []
@@ -294,8 +308,12 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
     Two trials with eight tokens on `device` find that out. Another last token must not change the
     logits before it: raises ModelError for a bidirectional model, whose tokens would attend to
     their targets. With `packed`, the second of two packed documents must have the same logits as
-    alone: raises PlanError for a model whose documents attend to the one before.
+    alone: raises PlanError for a model whose documents attend to the one before. The trials of a
+    model with an encoder and a decoder are those of `require_seq2seq`.
     """
+    if is_seq2seq(model):
+        require_seq2seq(model, device)
+        return
 
     def trial(small: Any, ids_BT: torch.Tensor) -> bool:
         """Return whether documents are kept apart; true if nothing is packed."""
@@ -369,13 +387,15 @@ def trial_batch(model: Any, device: Any, side: int | None = None) -> Any:
         pixels_BCHW = grey_image(model.config, device, side)
         return SimpleNamespace(inputs=lambda: {"pixel_values": pixels_BCHW})
     ids_BT = torch.zeros((1, 8), dtype=torch.int64, device=device)
+    if is_seq2seq(model):
+        return SimpleNamespace(inputs=lambda: seq2seq_inputs(ids_BT))
     return trial_tokens(model, ids_BT)
 
 
 def compute_outputs(
     model: Any,
     batch: Any,
-    parts: tuple[nn.Module, nn.Linear] | None,
+    parts: tuple[Callable[..., Any], nn.Linear] | None,
     sequence: SequencePart | None = None,
 ) -> Outputs:
     """Run a model on a batch, or on this rank's part of it, and return its outputs.
@@ -403,10 +423,10 @@ def compute_outputs(
         inputs = contexts.enter_context(model_inputs(model, shared or batch, sequence))
         if trains_router(model):
             inputs["output_router_logits"] = True
-        module = model
+        run: Callable[..., Any] = model
         if parts is not None:
-            module, _ = parts
-        result = module(**inputs, use_cache=False)
+            run, _ = parts
+        result = run(**inputs, use_cache=False)
     known = Outputs(
         score=score,
         sequence=sequence,
@@ -426,7 +446,7 @@ def compute_outputs(
     _, head = parts
     if head is score:
         return replace(known, hidden_BTD=hidden_BTD)
-    return _add_head(known, head, hidden_BTD)
+    return _add_head(known, head, hidden_BTD, head_bias(model, head))
 
 
 def _shared_prompts(model: Any, batch: Any) -> Any:
@@ -455,8 +475,10 @@ def _record_inputs(
     )
 
 
-def _add_head(known: Outputs, head: nn.Linear, hidden_BTD: torch.Tensor) -> Outputs:
-    """Return `known` with hidden states and the head's weight and bias.
+def _add_head(
+    known: Outputs, head: nn.Linear, hidden_BTD: torch.Tensor, bias: torch.Tensor | None
+) -> Outputs:
+    """Return `known` with hidden states, the head's weight and the bias of the logits.
 
     Under tensor parallelism these are this rank's rows of them.
     """
@@ -465,7 +487,6 @@ def _add_head(known: Outputs, head: nn.Linear, hidden_BTD: torch.Tensor) -> Outp
     if gather_head is not None:
         hidden_BTD = gather_head(hidden_BTD)
     weight = head.weight
-    bias = head.bias
     if not isinstance(weight, DTensor):
         return replace(known, hidden_BTD=hidden_BTD, weight_VD=weight, bias_V=bias)
     mesh = weight.device_mesh

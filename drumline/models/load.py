@@ -43,6 +43,7 @@ from drumline.models.classes import (
     auto_class,
     bidirectional_error,
     is_encoder,
+    is_encoder_decoder,
     is_vision_language,
     values_by_layer,
 )
@@ -51,6 +52,7 @@ from drumline.models.files import call_loader, check_counts, check_folder, hub_o
 from drumline.models.freeze import freeze
 from drumline.models.router import trains_router
 from drumline.models.scores import add_head, first_position, is_bidirectional, score_head
+from drumline.models.seq2seq import of_both_stacks
 from drumline.models.shapes import check_length, full_config
 from drumline.models.vocabulary import Growth, growth_of, set_rows
 from drumline.plan.facts import ModelFacts
@@ -58,7 +60,7 @@ from drumline.plan.facts import ModelFacts
 # Config keys for the soft-capping and scaling of logits: Gemma 2, Cohere, Granite.
 # `models.head.can_split` tries the model itself.
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-# Config keys of GPT-2, Llama, BERT, OPT and StarCoder 2 for dropout over a block's outputs to the
+# Config keys of GPT-2, Llama, BERT, OPT, StarCoder 2 and T5 for dropout over a block's outputs to the
 # residual stream, and of Mixtral for noise on it before the router.
 STREAM_DROPOUTS = (
     "resid_pdrop",
@@ -66,6 +68,7 @@ STREAM_DROPOUTS = (
     "hidden_dropout",
     "hidden_dropout_prob",
     "dropout",
+    "dropout_rate",
     "router_jitter_noise",
 )
 # Config keys without which the sizes of a model are not known.
@@ -208,6 +211,8 @@ def _require_known(config: Any, values: dict[str, Any]) -> None:
     transformers takes any key silently, so a typing error would train another model.
     """
     undeclared = UNDECLARED.get(config.model_type, ())
+    if is_encoder_decoder(config):
+        undeclared = (*undeclared, "decoder_start_token_id")
     for key in values:
         if values_by_layer(config, key) != [None] or hasattr(config, key) or key in undeclared:
             continue
@@ -242,6 +247,7 @@ def facts(
       heads × head size. This counts all pairs of positions of a row, as if it were one document and
       not causal. Only layers that have attention count.
     - The scans of recurrent layers, see `blocks.scan_flops`.
+    - Of a model with an encoder and a decoder see `seq2seq.of_both_stacks`.
     - A vision tower is counted separately, since only image tokens use it. Its attention is left
       out, since it depends on the sizes of images.
 
@@ -257,7 +263,10 @@ def facts(
             return _facts_of_images(model, length)
         if head in LM and is_encoder(model):
             raise bidirectional_error(model)
-        return _facts_of_text(model, length, head)
+        sizes = _facts_of_text(model, length, head)
+        if head == "seq2seq":
+            return of_both_stacks(model, sizes, length)
+        return sizes
 
 
 def build_without_memory(

@@ -19,7 +19,12 @@ from drumline.errors import ModelError
 from drumline.foreign import translate_exceptions
 from drumline.models.attention import without_kernels
 from drumline.models.blocks import blocks
-from drumline.models.classes import is_vision_language, values_by_layer
+from drumline.models.classes import (
+    is_encoder_decoder,
+    is_seq2seq,
+    is_vision_language,
+    values_by_layer,
+)
 from drumline.models.image_tokens import trial_images
 from drumline.models.recurrent import separate_alike
 
@@ -28,7 +33,15 @@ T = TypeVar("T")
 VOCABULARY = 128
 WIDTH = 64
 # Config keys for that width; some configs have a list of it, by layer.
-FEED_FORWARD_WIDTHS = ("intermediate_size", "moe_intermediate_size")
+FEED_FORWARD_WIDTHS = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "d_ff",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+)
+# Config keys for the number of a decoder's layers, if the one for all layers is of the encoder.
+DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
 logger = logging.getLogger(__name__)
 
 
@@ -172,17 +185,21 @@ def config_with_few_layers(model: Any) -> Any:
 def _layers_of_every_kind(model: Any, least: int) -> int:
     """Return how many of a model's first layers have every kind of layer; at least `least`."""
     text_config = model.config.get_text_config()
-    language_model = model
-    if getattr(model.config, "vision_config", None) is not None:
+    stacks = [model]
+    if is_seq2seq(model):
+        stacks = [model.get_encoder(), model.get_decoder()]
+    elif getattr(model.config, "vision_config", None) is not None:
         # Blocks of the tower are not counted: the copy has one of them in any case.
-        language_model = model.get_decoder()
-    # The classes of the modules of each block.
-    block_kinds = []
-    for block in blocks(language_model):
-        class_names = tuple(type(module).__name__ for module in block.modules())
-        block_kinds.append(class_names)
+        stacks = [model.get_decoder()]
     layer_types = getattr(text_config, "layer_types", None) or ()
-    layers = max(_first_of_each(block_kinds), _first_of_each(layer_types), least)
+    layers = max(_first_of_each(layer_types), least)
+    for stack in stacks:
+        # The classes of the modules of each block.
+        block_kinds = []
+        for block in blocks(stack):
+            class_names = tuple(type(module).__name__ for module in block.modules())
+            block_kinds.append(class_names)
+        layers = max(layers, _first_of_each(block_kinds))
     # Embeddings may count as a block, as ModernBERT's do.
     return min(layers, text_config.num_hidden_layers)
 
@@ -194,14 +211,12 @@ def _cut_config(config: Any, layers: int, narrow: bool) -> Any:
     """
     config = copy.deepcopy(config)
     text_config = config.get_text_config()
-    layers_before = text_config.num_hidden_layers
-    for key, value in text_config.to_dict().items():
-        is_by_layer = isinstance(value, list) and len(value) == layers_before
-        # A property follows from other values, and cannot be set.
-        is_derived = isinstance(getattr(type(text_config), key, None), property)
-        if is_by_layer and not is_derived:
-            setattr(text_config, key, value[:layers])
-    text_config.num_hidden_layers = layers
+    encoder: Any = getattr(config, "encoder", None)
+    if not hasattr(encoder, "num_hidden_layers"):
+        encoder = None
+    _keep_layers(text_config, layers)
+    if encoder is not None:
+        _keep_layers(encoder, layers)
     vision: Any = getattr(config, "vision_config", None)
     # A foreign file may have anything there that is no config.
     if hasattr(vision, "to_dict"):
@@ -213,7 +228,29 @@ def _cut_config(config: Any, layers: int, narrow: bool) -> Any:
             vision.num_hidden_layers = 1
     if narrow:
         _make_narrow(text_config)
+        if encoder is not None:
+            _make_narrow(encoder)
+        if is_encoder_decoder(config):
+            config.vocab_size = text_config.vocab_size
+            for key in ("decoder_start_token_id", "pad_token_id"):
+                if (getattr(config, key, None) or 0) >= config.vocab_size:
+                    setattr(config, key, 0)
     return config
+
+
+def _keep_layers(config: Any, layers: int) -> None:
+    """Cut a config to its first `layers` layers, in place, and those of a decoder beside them."""
+    layers_before = config.num_hidden_layers
+    for key, value in config.to_dict().items():
+        is_by_layer = isinstance(value, list) and len(value) == layers_before
+        # A property follows from other values, and cannot be set.
+        is_derived = isinstance(getattr(type(config), key, None), property)
+        if is_by_layer and not is_derived:
+            setattr(config, key, value[:layers])
+    config.num_hidden_layers = layers
+    for key in DECODER_LAYERS:
+        if hasattr(config, key):
+            setattr(config, key, layers)
 
 
 def _make_narrow(text_config: Any) -> None:

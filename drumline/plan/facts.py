@@ -133,6 +133,9 @@ class ModelFacts:
     first_position: int | None = 0
     # It is a vision-language model: images stand among its tokens.
     vision_language: bool = False
+    # It has an encoder and a decoder. A row is of one of them, and a token passes half of the blocks:
+    # `layers` counts these.
+    encoder_decoder: bool = False
     # FLOPs of the vision tower, for each token that stands for a part of an image.
     flops_per_image_token: float = 0.0
     # Weights of each block, those of a vision tower first. Equal blocks share one tuple.

@@ -295,7 +295,16 @@ def _evaluation_texts(case: Case, has_held_out_rows: bool) -> Iterator[Refusal]:
     key = "eval.tasks"
     if options.samples:
         key = "eval.samples"
-    if config.has_own_module or not config.algorithm.writes or config.head not in ("lm", "valued"):
+    if config.head == "seq2seq":
+        yield Refusal(
+            f"{key} × an encoder and a decoder",
+            "the sampler writes on behind a prompt, and such a model's prompt is not in its decoder",
+            f"take {key} out, and sample from an export with transformers",
+            key,
+        )
+    elif (
+        config.has_own_module or not config.algorithm.writes or config.head not in ("lm", "valued")
+    ):
         yield Refusal(
             f"{key} × a model without text", "it gives numbers, not text", f"take {key} out", key
         )
@@ -352,12 +361,12 @@ def _memory(case: Case) -> Iterator[Refusal]:
     for key in ("checkpointed_blocks", "activation_offload", "mlp_chunk"):
         if not getattr(memory, key):
             continue
-        if not _is_native(case):
+        if not _runs_whole_blocks(case):
             yield _memory_refusal(
                 key,
-                "tp, cp, pp, ep, zero",
-                "it is tested with ranks that run whole blocks on whole rows alone",
-                "take it out, or use strategy=fsdp2 or ddp",
+                "tp, pp, ep, zero, ring",
+                "it is tested with ranks that run whole blocks alone",
+                "take it out, or use strategy=fsdp2 or ddp, with cp by ulysses",
             )
         if config.compile.enabled and key != "checkpointed_blocks":
             yield _memory_refusal(
@@ -378,16 +387,30 @@ def _memory(case: Case) -> Iterator[Refusal]:
             reason,
             "use activation_checkpointing=full",
         )
+    yield from _memory_of_stacks(case)
+    if memory.mlp_chunk and case.facts is not None and not has_chunkable_mlp(case.facts):
+        yield replace(
+            NO_CHUNKS, reason=f"{case.facts.name} has no dense feed-forward part of the name mlp"
+        )
+
+
+def _memory_of_stacks(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of the section memory for models with more than one list of blocks."""
+    memory = case.config.memory
+    for key in ("checkpointed_blocks", "activation_offload"):
+        if getattr(memory, key) and case.config.head == "seq2seq":
+            yield _memory_refusal(
+                key,
+                "an encoder and a decoder",
+                "it is written for one list of blocks, which run one behind the other",
+                "use activation_checkpointing=full",
+            )
     if memory.activation_offload and is_vision_language(case):
         yield _memory_refusal(
             "activation_offload",
             "images",
             "blocks of a vision tower run between those of the text",
             "take it out",
-        )
-    if memory.mlp_chunk and case.facts is not None and not has_chunkable_mlp(case.facts):
-        yield replace(
-            NO_CHUNKS, reason=f"{case.facts.name} has no dense feed-forward part of the name mlp"
         )
 
 
@@ -491,6 +514,16 @@ def _has_fp8_layer(facts: ModelFacts) -> bool:
 def _is_native(case: Case) -> bool:
     """Return whether Drumline's own engine steps the model, on ranks that run whole layers."""
     return case.strategy.engine(case.mesh) == "native" and is_data_parallel_only(case.mesh)
+
+
+def _runs_whole_blocks(case: Case) -> bool:
+    """Return whether each rank runs all blocks by Drumline's own engine.
+
+    It may run them on its part of each row: only Ulysses' attention sees the others.
+    """
+    mesh = case.mesh
+    is_native = case.strategy.engine(mesh) == "native"
+    return is_native and mesh.tp * mesh.pp * mesh.ep == 1 and not _uses_ring_attention(case)
 
 
 def _steps_per_parameter(config: Config) -> bool:

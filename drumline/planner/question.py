@@ -38,6 +38,7 @@ from drumline.planner.new_tokens import (
     with_trainable_token_embeddings,
 )
 from drumline.planner.search.answer import Question
+from drumline.planner.seq2seq import may_have_encoder, resolve_seq2seq
 from drumline.planner.sizes import FoundModel, sizes_of
 from drumline.report.bars import OnProgress
 from drumline.system import mirror
@@ -238,6 +239,8 @@ def build_request(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
     if policy.how:
         notes.append(f"model: {policy.how}")
     notes += vocabulary_notes(config, policy)
+    if may_have_encoder(config, policy):
+        config = resolve_seq2seq(config, policy.hf_config, notes.extend)
     config = with_trainable_token_embeddings(config, policy)
     data = _data(config, policy, loaded, notes)
     roles = roles_of(config, policy, lambda model: find_model(model, on_progress))

@@ -38,13 +38,14 @@ from drumline.foreign import class_and_line, first_line
 from drumline.hardware.detect import cache_dir
 from drumline.models import adapters
 from drumline.models.attention import use_document_attention
-from drumline.models.blocks import block_list
+from drumline.models.blocks import block_list, blocks
 from drumline.models.build import ModelHead, lay_out
-from drumline.models.classes import LM
+from drumline.models.classes import LM, is_seq2seq
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config
 from drumline.models.recurrent_trial import separate_recurrent_layers
 from drumline.models.shards import NothingToFill, Values
+from drumline.models.small import DECODER_LAYERS
 from drumline.plan.attention import choose_by_facts
 from drumline.plan.estimate import Activations
 from drumline.plan.facts import ModelFacts
@@ -65,7 +66,7 @@ from drumline.version import __version__
 
 logger = logging.getLogger(__name__)
 # The version of stored traces, a part of their names. Raise it if traces get other results.
-VERSION = 6
+VERSION = 7
 # Seconds after which a trace in a child is given up. Most take seconds.
 CHILD_SECONDS = 300
 # Layers after which their types repeat, such as five local ones and a global one. No more layers than
@@ -132,6 +133,8 @@ def trace_inputs(
         dtype = config.strategy.gathered_in(plan.precision, config.images_alone)
     hf_config = load_config(model_path, config.model)
     layer_types = getattr(hf_config.get_text_config(), "layer_types", None) or []
+    if facts.encoder_decoder:
+        _require_equal_stacks(hf_config)
     return {
         "plan": json.loads(plan.model_dump_json()),
         "rows": layout.rows,
@@ -150,6 +153,15 @@ def _require_traceable(config: Config, layout: Layout, facts: ModelFacts) -> Non
         raise Untraceable("what is offloaded stays in the same memory")
     if layout.engine == "pipeline" and layout.mesh.tp * layout.mesh.cp > 1:
         raise Untraceable("its pipeline's stages are cut")
+
+
+def _require_equal_stacks(hf_config: Any) -> None:
+    """Raise Untraceable unless the encoder and the decoder can be cut to one number of layers."""
+    key = next((key for key in DECODER_LAYERS if hasattr(hf_config, key)), None)
+    if key is None:
+        raise Untraceable("its stacks have configs of their own")
+    if getattr(hf_config, key) != hf_config.num_hidden_layers:
+        raise Untraceable("its encoder and its decoder have different numbers of blocks")
 
 
 def _plan_of_trace(
@@ -287,9 +299,12 @@ def _measure_activations(inputs: dict[str, Any], layout: Layout) -> Activations:
     live_forward = 0
     live_backward = 0
     live_loss_backward = more.peaks_at.get("-loss", 0) - saved
-    for index in range(more.layers):
+    # An encoder and a decoder have two blocks a layer. Those of the decoder save more: the last one,
+    # where the peak is, runs on top of what all have saved.
+    saved_by_block = saved_line.per_layer * more.layers / more.blocks
+    for index in range(more.blocks):
         # A block runs on top of what the blocks up to it have saved.
-        saved_by_blocks = (index + 1) * saved_line.per_layer
+        saved_by_blocks = (index + 1) * saved_by_block
         forward_peak = more.peaks_at[f"{index}"]
         backward_peak = more.peaks_at.get(f"-{index}", 0)
         live_forward = max(live_forward, forward_peak - saved_by_blocks)
@@ -312,6 +327,9 @@ def trace_depths(inputs: dict[str, Any]) -> Iterator[DepthTrace]:
     plan = Plan.model_validate(inputs["plan"])
     for layers in inputs["layers"]:
         overrides = {**plan.config.model.config, "num_hidden_layers": layers}
+        for key in DECODER_LAYERS:
+            if key in inputs["model"]:
+                overrides[key] = layers
         model = plan.config.model.model_copy(update={"config": overrides})
         config = plan.config.model_copy(update={"model": model})
         yield trace_one_depth(
@@ -536,7 +554,9 @@ class Untraceable(Exception):
 
 @dataclass(frozen=True)
 class DepthTrace:
-    """The trace of one micro-batch of a model that is cut to `layers` blocks, in bytes.
+    """The trace of one micro-batch of a model that is cut to `layers` layers, in bytes.
+
+    `blocks`: how many blocks it has: one a layer, or two of an encoder and a decoder.
 
     `saved_at`, `peaks_at`: of activations by place (see `Watch`).
     `cast_bytes`: of autocast's casts of weights when the objective begins; `cast_bytes_kept`: of
@@ -545,6 +565,7 @@ class DepthTrace:
     """
 
     layers: int
+    blocks: int
     saved_at: dict[str, int] = field(default_factory=dict)
     peaks_at: dict[str, int] = field(default_factory=dict)
     cast_bytes: int = 0
@@ -576,13 +597,12 @@ def trace_one_depth(plan: Plan, rows: int, length: int, dtype: str | None = None
     """
     config = plan.config
     model = _build_without_weights(plan, dtype)
-    found = block_list(model)
-    if found is None:
-        raise Untraceable("its blocks are not in one list")
+    modules = _blocks_in_turn(model)
     if not next(model.parameters()).is_meta:
         raise Untraceable("it cannot be laid out without weights")
-    _, block_modules = found
-    blocks = list(block_modules)
+    layers = len(modules)
+    if is_seq2seq(model):
+        layers //= 2
     torch_dtype = None
     if dtype:
         torch_dtype = DTYPES[dtype]
@@ -602,7 +622,7 @@ def trace_one_depth(plan: Plan, rows: int, length: int, dtype: str | None = None
             engine.autocast_dtype = None
         channels = int(getattr(model.config, "num_channels", 3))
         batch = config.algorithm.traced_batch(plan, rows, length, channels)
-        watch = Watch(engine.model, blocks)
+        watch = Watch(engine.model, modules)
         objective = watch.watch_objective(policy_objective(config.algorithm.build()))
         try:
             with watch, engine.micro_batch(last=True):
@@ -615,13 +635,28 @@ def trace_one_depth(plan: Plan, rows: int, length: int, dtype: str | None = None
             # A model's own code may raise anything if it meets tensors without values.
             raise Untraceable(f"{class_and_line(error)}: {first_line(error)}") from error
     return DepthTrace(
-        layers=len(blocks),
+        layers=layers,
+        blocks=len(modules),
         saved_at=watch.saved_at,
         peaks_at=watch.peaks_at,
         cast_bytes=watch.cast_bytes_at_loss,
         cast_bytes_kept=cast_bytes_kept,
         peak=watch.peak - watch.base,
     )
+
+
+def _blocks_in_turn(model: Any) -> list[nn.Module]:
+    """Return the blocks of a model in the order in which they run.
+
+    Raises Untraceable if they are in no list.
+    """
+    if is_seq2seq(model):
+        return [*blocks(model.get_encoder()), *blocks(model.get_decoder())]
+    found = block_list(model)
+    if found is None:
+        raise Untraceable("its blocks are not in one list")
+    _, block_modules = found
+    return list(block_modules)
 
 
 def _build_without_weights(plan: Plan, dtype: str | None) -> Any:

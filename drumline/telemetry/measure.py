@@ -428,7 +428,10 @@ def _are_known(values: list[float]) -> bool:
 
 def _tokens(micro_batch: Any) -> int:
     """Return the tokens of a micro-batch with its padding; 0 if it has none."""
-    ids = getattr(micro_batch, "input_ids_BT", None)
-    if ids is None:
-        return 0
-    return ids.numel()
+    tokens = 0
+    # Only batches of an encoder and a decoder have both.
+    for name in ("input_ids_BT", "encoder_ids_BS"):
+        ids = getattr(micro_batch, name, None)
+        if ids is not None:
+            tokens += ids.numel()
+    return tokens

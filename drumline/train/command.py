@@ -336,6 +336,7 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
     from drumline.models.files import resolve
     from drumline.models.vision import vision_of
     from drumline.planner.question import FoundModel, require_adapter
+    from drumline.planner.seq2seq import resolve_seq2seq
 
     loaded = load(config_path, overrides)
     config = loaded.config
@@ -345,6 +346,7 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
     with bars(Console(stderr=True)) as on_progress:
         model_path = resolve(config.model, on_progress)
         policy = FoundModel(config.model, model_path)
+        config = resolve_seq2seq(config, policy.hf_config, notes)
         require_adapter(config, policy)
         vision = vision_of(config, model_path, policy.hf_config)
         data = prepare_data(

@@ -32,7 +32,8 @@ from drumline.foreign import disk_errors, translate_exceptions
 from drumline.models.files import resolve
 from drumline.models.load import load_config
 from drumline.models.vision import vision_of
-from drumline.report.bars import OnProgress, bars
+from drumline.planner.seq2seq import resolve_seq2seq
+from drumline.report.bars import OnProgress, bars, notes
 from drumline.system.output import plural
 
 
@@ -177,7 +178,9 @@ def _preview_rows(loaded: Loaded, view: View, options: Options) -> UserError | N
     packs: Packs | None = None
     with bars(Console(stderr=True)) as on_progress:
         model_path = resolve(config.model, on_progress)
-        vision = vision_of(config, model_path, load_config(model_path, config.model))
+        hf_config = load_config(model_path, config.model)
+        config = resolve_seq2seq(config, hf_config, notes)
+        vision = vision_of(config, model_path, hf_config)
         tokenizer_path = config.model.tokenizer or model_path or ""
         most_tokens = SHOWN_TOKENS
         if options.everything:

@@ -48,7 +48,7 @@ from drumline.models import adapters
 from drumline.models import load as models
 from drumline.models.attention import use_document_attention
 from drumline.models.build import ModelHead, lay_out
-from drumline.models.classes import LM, order_classes, set_classes
+from drumline.models.classes import WRITING, order_classes, set_classes
 from drumline.models.download import download
 from drumline.models.files import weights_digest
 from drumline.models.freeze import freeze, trainable_names
@@ -83,6 +83,7 @@ from drumline.planner.question import (
 from drumline.planner.search.answer import Candidate, Question
 from drumline.planner.search.auto import choose, choose_compile
 from drumline.planner.search.budget import checkpointing_modes, within_budget
+from drumline.planner.seq2seq import resolve_seq2seq
 from drumline.report.bars import COMPARING, OnProgress, notes, notify_if_slow
 from drumline.rl import rewards
 from drumline.rl.curriculum import require_domains
@@ -121,6 +122,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     # The models. The policy is the model that is trained, with any algorithm.
     policy = find_model(config.model, on_progress, weights=True)
     notes(vocabulary_notes(config, policy))
+    config = resolve_seq2seq(config, policy.hf_config, notes)
     config = with_trainable_token_embeddings(config, policy)
     if not config.images_alone:
         tokenizer = load_tokenizer(policy.path, config.model)
@@ -368,10 +370,10 @@ def _require_runs(plan: Plan) -> None:
 
 def _require_model_runs(plan: Plan, path: str | None, config: ModelConfig, head: Head) -> None:
     """Raise PlanError or ModelError if one model would not run as planned."""
-    if head not in LM and plan.engine != "pipeline":
+    if head not in WRITING and plan.engine != "pipeline":
         return
     model = _build_on_meta(plan, path, config, head)
-    if head in LM:
+    if head in WRITING:
         use_document_attention(model, plan, on_host=True)
         if plan.config.packs:
             separate_recurrent_layers(model, "cpu")

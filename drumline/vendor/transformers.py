@@ -19,6 +19,7 @@ PLACES = {
     "DynamicLayer": "transformers.cache_utils:DynamicLayer",
     "DynamicSlidingWindowLayer": "transformers.cache_utils:DynamicSlidingWindowLayer",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES": "transformers.models.auto.modeling_auto:MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": "transformers.models.auto.modeling_auto:MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "WeightRenaming": "transformers.core_model_loading:WeightRenaming",
     "and_masks": "transformers.masking_utils:and_masks",
     "cached_file": "transformers.utils.hub:cached_file",

@@ -305,6 +305,18 @@ ROWS = [
     ),
     Row("fsdp2 x cp 2", 2, {"strategy": {"kind": "fsdp2", "cp": 2}}),
     Row(
+        "fsdp2 x cp 2, offloaded, in chunks",
+        2,
+        {
+            "strategy": {"kind": "fsdp2", "cp": 2},
+            "memory": {
+                "activation_checkpointing": "full",
+                "activation_offload": True,
+                "mlp_chunk": 48,
+            },
+        },
+    ),
+    Row(
         "ddp 2 x cp 2",
         4,
         {"strategy": {"kind": "ddp", "cp": 2}, **FOURS},
@@ -819,6 +831,12 @@ CASES += [
     Case("short convolutions", PACKED, HYBRID_ROWS, "lfm2"),
     Case("Mamba-2", PACKED, HYBRID_ROWS, "granitemoehybrid"),
     Case("Mamba-2 beside attention", PACKED, ("fsdp2 2", "pp 2, gpipe"), "falcon_h1"),
+    Case(
+        "t5",
+        {"rows": 48, "optimizer": {"eps": 1e-6}},
+        ("ddp 2", "ddp 2, activation checkpointing", *ENGINES),
+        "t5",
+    ),
 ]
 LOW_CASE = next(case for case in CASES if case.name == "clipped hard")
 PAIRS: list[tuple[Row, Case]] = []

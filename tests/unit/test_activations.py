@@ -230,6 +230,22 @@ def test_8b_lora_on_rows_of_131072_fits_an_h100() -> None:
     assert not single_plans(FULL)
 
 
+def test_8b_on_rows_of_131072_fits_eight_h100() -> None:
+    """Full training by Ulysses under FSDP2: each card has an eighth of a row."""
+    data = {"train": [{"kind": "file", "path": "x"}], "max_length": 4096, "packing": False}
+    cluster = {"device": "h100-80g", "per_node": 8}
+    cut = {**LONG, "strategy": {"kind": "fsdp2", "cp": 8}}
+
+    def plans(options: dict[str, Any]) -> list[Any]:
+        asked = question("8b", cluster, **cut, data=data, memory=options)
+        return search(with_row_length(asked, 131_072)).ranked
+
+    best = plans(LONG_MEMORY)[0]
+
+    assert best.layout.mesh.cp == 8
+    assert best.estimate.verdict == "fits"
+
+
 @pytest.mark.full
 def test_what_is_traced_is_what_was_estimated(tmp_path: Path) -> None:
     """The same with eight of the layers, traced without memory: at most 3% above. Measured: 27.11
@@ -279,13 +295,13 @@ COMPILED = {"compile": {"enabled": True}}
 SELECTIVE = {**OFFLOAD, "activation_checkpointing": "selective"}
 REFUSED = {
     "activation_offload × selective checkpointing": Refused(SELECTIVE),
-    "activation_offload × tp, cp, pp, ep, zero": Refused(OFFLOAD, "zero2", 2),
+    "activation_offload × tp, pp, ep, zero, ring": Refused(OFFLOAD, "zero2", 2),
     "activation_offload × compile": Refused(OFFLOAD, more=COMPILED),
     "checkpointed_blocks × no checkpointing": Refused({"checkpointed_blocks": 1}),
-    "checkpointed_blocks × tp, cp, pp, ep, zero": Refused(
+    "checkpointed_blocks × tp, pp, ep, zero, ring": Refused(
         {"checkpointed_blocks": 1, **FULL}, "tp", 2
     ),
-    "mlp_chunk × tp, cp, pp, ep, zero": Refused({"mlp_chunk": 64}, "cp", 2),
+    "mlp_chunk × tp, pp, ep, zero, ring": Refused({"mlp_chunk": 64}, "tp", 2),
 }
 
 

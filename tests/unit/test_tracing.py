@@ -176,7 +176,7 @@ def test_an_answer_is_kept_by_its_content(made: Made, monkeypatch: pytest.Monkey
         for layers in question["layers"]:
             saved = {"loss": 100 * layers}
             peaks = {str(layer): 100 * layer for layer in range(layers)}
-            found.append(DepthTrace(layers, saved, {**peaks, **saved}))
+            found.append(DepthTrace(layers, layers, saved, {**peaks, **saved}))
 
         return found
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from drumline.algorithms.specs import TextSpec
+from drumline.config.algorithm import AlgorithmSpec
 from drumline.config.data import DataConfig
 
 if TYPE_CHECKING:
@@ -40,6 +41,14 @@ class SFTConfig(TextSpec):
         from drumline.data.image_rows import VisionRowEncoder
 
         return VisionRowEncoder(tokenizer, data, vision)
+
+    def beside_encoder(self, decoder_start: int) -> AlgorithmSpec | None:
+        from drumline.algorithms.seq2seq.spec import Seq2SeqConfig
+
+        if self.objective != NEXT_TOKEN:
+            # Somebody's own objective.
+            return None
+        return Seq2SeqConfig(decoder_start=decoder_start, loss_chunk=self.loss_chunk)
 
     def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
         return {"prompt": random_text(1), "completion": random_text(length)}

@@ -185,7 +185,12 @@ def _main_block(facts: ModelFacts) -> tuple[Weight, ...]:
     """Return the weights of the most frequent kind of block, none for a model without blocks."""
     if not facts.kinds_of_blocks:
         return ()
-    weights, _ = max(facts.kinds_of_blocks, key=lambda kind: kind[1])
+    kinds = facts.kinds_of_blocks
+    if facts.encoder_decoder:
+        # The larger ones, which are those of the decoder, count for both stacks.
+        weights, _ = max(kinds, key=lambda kind: sum(weight.numel for weight in kind[0]))
+    else:
+        weights, _ = max(kinds, key=lambda kind: kind[1])
     return weights
 
 
@@ -450,7 +455,7 @@ def _attention_memory(layout: Layout, facts: ModelFacts) -> AttentionMemory:
     mesh = layout.mesh
     kernel = choose_by_facts(layout, facts).kernel
     # A row has several documents, or padding counts because a token attends to those after it.
-    needs_bounds = layout.config.packs or facts.bidirectional
+    needs_bounds = layout.config.packs or facts.bidirectional or facts.encoder_decoder
     mask_entries = 0
     if kernel == "masked" and needs_bounds:
         # A mask of the unsharded row. The ring makes none, but has keys for all heads.

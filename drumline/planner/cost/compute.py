@@ -405,7 +405,7 @@ def attention_flops(facts: ModelFacts, checkpointing: str, part: float = 1.0) ->
     computed again.
     """
     forward = facts.layers * facts.attention_flops / 3
-    if not facts.bidirectional:
+    if not (facts.bidirectional or facts.encoder_decoder):
         forward *= CAUSAL_SHARE
     again = 0.0
     if checkpointing == "full":

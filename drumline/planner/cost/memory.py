@@ -649,6 +649,9 @@ def _head_of_rank(
     if layout.mesh.tp > 1 and not chunk:
         # The loss over a cut vocabulary always runs in chunks, here in one of all tokens.
         chunk = math.ceil(tokens)
+    if facts.encoder_decoder:
+        # The other half of the tokens are of the encoder.
+        tokens /= 2
     is_trainable = any(weight.trainable for weight in heads)
     return head_bytes(compute_mode_of(layout), rows, facts.hidden, chunk, tokens, is_trainable)
 

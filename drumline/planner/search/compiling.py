@@ -36,6 +36,8 @@ def reason_against(config: Config, facts: ModelFacts, cluster: Cluster) -> str:
         return "on a CPU compiling takes minutes, and what it gains is not known"
     if config.images_alone or config.has_own_module or facts.vision_language:
         return "what it gains is known for blocks of texts alone"
+    if facts.encoder_decoder:
+        return "what it gains is not known for an encoder and a decoder"
     if config.algorithm.rollout is not None or config.eval.generates:
         return "the blocks also sample, and each new length would be compiled anew"
     if facts.experts:

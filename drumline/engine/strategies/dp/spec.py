@@ -22,6 +22,12 @@ class DPSpec(EngineSpec[DPStrategy]):
                 "nn.DataParallel cuts every tensor of a batch into equal runs, and rows have uneven numbers of patches",
                 "use strategy=ddp",
             )
+        if algorithm.head == "seq2seq":
+            yield Refusal(
+                "dp × an encoder and a decoder",
+                "nn.DataParallel cuts a batch into runs of rows, which is tested with one row a sample",
+                "use strategy=ddp",
+            )
         if case.device == "cuda" and algorithm.rows_per_sample > 1:
             yield Refusal(
                 "dp × pairs",
