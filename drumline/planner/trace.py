@@ -296,8 +296,8 @@ def _measure_activations(inputs: dict[str, Any], layout: Layout) -> Activations:
 
     saved = more.saved_at["loss"]
     saved_line = fit_line(few.saved_at["loss"], saved)
-    live_forward = 0
-    live_backward = 0
+    live_forward = 0.0
+    live_backward = 0.0
     live_loss_backward = more.peaks_at.get("-loss", 0) - saved
     # An encoder and a decoder have two blocks a layer. Those of the decoder save more: the last one,
     # where the peak is, runs on top of what all have saved.

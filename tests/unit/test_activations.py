@@ -238,7 +238,7 @@ def test_8b_on_rows_of_131072_fits_eight_h100() -> None:
 
     def plans(options: dict[str, Any]) -> list[Any]:
         asked = question("8b", cluster, **cut, data=data, memory=options)
-        return search(with_row_length(asked, 131_072)).ranked
+        return list(search(with_row_length(asked, 131_072)).ranked)
 
     best = plans(LONG_MEMORY)[0]
 
