@@ -54,7 +54,7 @@ from drumline.models.files import weights_digest
 from drumline.models.freeze import freeze, trainable_names
 from drumline.models.head import require_next_token
 from drumline.models.own import find_builder, own_build
-from drumline.models.recurrent import describe_layers
+from drumline.models.recurrent import describe_layers, modules_in_separated_layers
 from drumline.models.recurrent_trial import separate_recurrent_layers
 from drumline.models.tokenizer import load_tokenizer
 from drumline.models.vision import vision_of
@@ -68,6 +68,7 @@ from drumline.plan.resolve import (
     resolve_device,
     resolve_processes,
 )
+from drumline.plan.rules import NO_PACKING
 from drumline.plan.strategy_engine import engine_spec
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
@@ -377,12 +378,23 @@ def _require_model_runs(plan: Plan, path: str | None, config: ModelConfig, head:
         use_document_attention(model, plan, on_host=True)
         if plan.config.packs:
             separate_recurrent_layers(model, "cpu")
+            _refuse_zero3(plan, model)
         notes(describe_layers(model))
         require_next_token(model, "cpu", plan.config.packs)
     if plan.engine == "pipeline":
         from drumline.engine.stages import find_split_points
 
         find_split_points(model)
+
+
+def _refuse_zero3(plan: Plan, model: Any) -> None:
+    """Raise PlanError if DeepSpeed's stage 3 would gather weights within layers that run by documents."""
+    gathers = getattr(plan.config.strategy, "stage", None) == 3
+    if gathers and modules_in_separated_layers(model):
+        raise NO_PACKING.error(
+            "zero3 gathers each weight where it is used, and recurrent layers run a different number"
+            " of times on each rank; fsdp2 gathers whole blocks"
+        )
 
 
 def _build_on_meta(plan: Plan, path: str | None, config: ModelConfig, head: Head) -> Any:

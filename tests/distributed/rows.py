@@ -778,7 +778,7 @@ HYBRID_ROWS = (
     "ddp 2, activation checkpointing",
     "fsdp2 2",
     "pp 2, gpipe",
-    "zero3 2, nothing kept whole, accumulation 4",
+    "zero2 2",
 )
 CASES += [
     Case(

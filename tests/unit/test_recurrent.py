@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from drumline.models.recurrent import (
 from drumline.models.recurrent_trial import separate_recurrent_layers
 from drumline.plan.facts import ModelFacts
 from drumline.planner.cost.activations import block_of
+from drumline.train.setup import _refuse_zero3
 from tests.unit.test_attention import batch_of, layout
 from tests.unit.test_models_head import LLAMA
 
@@ -234,6 +236,17 @@ def test_no_weights_are_gathered_within_a_separated_layer() -> None:
     units = _find_units(model, model, options, separate_embedding_and_head=False)
     assert units.blocks
     assert within.isdisjoint(units.blocks)
+
+
+@pytest.mark.parametrize("kind", ["zero2", "zero3"])
+def test_stage_3_is_refused(kind: str) -> None:
+    plan: Any = SimpleNamespace(config=SimpleNamespace(strategy=make(StrategyConfig, kind)))
+    _refuse_zero3(plan, build("lfm2"))
+    if kind == "zero2":
+        _refuse_zero3(plan, build_separated("lfm2"))
+        return
+    with pytest.raises(PlanError, match="zero3 gathers each weight where it is used"):
+        _refuse_zero3(plan, build_separated("lfm2"))
 
 
 def test_rows_of_another_width_are_refused() -> None:

@@ -25,7 +25,6 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
-    set_z3_leaf_modules,
 )
 from torch import nn
 
@@ -54,7 +53,6 @@ from drumline.models.containers import LOW_PRECISION, lower_precision, raise_pre
 from drumline.models.freeze import require_none_unfrozen
 from drumline.models.head import ForwardWithObjective, trial_batch, trunk_and_head
 from drumline.models.packed import scales_of
-from drumline.models.recurrent import SeparatedLayers
 from drumline.models.scores import score_head
 from drumline.models.shards import (
     Values,
@@ -130,7 +128,6 @@ def prepare(
     else:
         optimizer = new_optimizer(trainable, plan.config.optimizer)
     require_slots(optimizer)
-    _gather_separated_layers_whole(model)
     masters = _fill(plan, model, module, values, options)
     engine, *_ = deepspeed.initialize(
         model=module,
@@ -146,16 +143,6 @@ def prepare(
         else:
             safe_set_full_fp32_param(trainable[name], value.to(engine.device))
     return prepared
-
-
-def _gather_separated_layers_whole(model: Any) -> None:
-    """Let stage 3 gather each layer that runs by documents as a whole, not the modules within it.
-
-    See `modules_in_separated_layers`.
-    """
-    separated: SeparatedLayers | None = getattr(model, "_drumline_separated", None)
-    if separated is not None:
-        set_z3_leaf_modules(model, list(separated.classes), raise_if_not_found=False)
 
 
 def _fill(
