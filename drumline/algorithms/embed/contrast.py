@@ -68,7 +68,7 @@ class InfoNCE:
             part_NRd = embeddings_NRD[:, :, :size]
             part = self._compare_at_size(part_NRd, ids_NR, with_gradient)
             loss_N = loss_N + part.loss_N
-            if gradient_NRD is not None:
+            if gradient_NRD is not None and part.gradient_NRD is not None:
                 gradient_NRD[:, :, :size] += part.gradient_NRD
         return full._replace(loss_N=loss_N, gradient_NRD=gradient_NRD)
 
