@@ -87,10 +87,10 @@ class InfoNCE:
             for queries in self._chunks(ids_NR):
                 chunk = self._compare_queries(leaf_NRD, ids_NR, queries)
                 if with_gradient:
-                    chunk.loss_N.sum().backward()  # type: ignore[no-untyped-call]
+                    chunk.loss_N.sum().backward()
                 chunks.append(chunk)
             if with_gradient:
-                compared_NRD.backward(leaf_NRD.grad)  # type: ignore[no-untyped-call]
+                compared_NRD.backward(leaf_NRD.grad)
         return Contrast(
             torch.cat([chunk.loss_N.detach() for chunk in chunks]),
             torch.cat([chunk.correct_N for chunk in chunks]),
