@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from drumline.algorithms.specs import RetrievalSpec
 from drumline.config.algorithm import HeadOutput
+from drumline.config.data import DataConfig
 from drumline.config.model import Head
 from drumline.config.section import Above0
 from drumline.plan.plan import Plan
@@ -97,7 +98,7 @@ class EmbedConfig(RetrievalSpec):
         """
         return self.rows_per_sample * hidden + STATISTICS
 
-    def encoder(self, tokenizer: Any, data: Any, vision: Any = None) -> RowEncoder:
+    def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.retrieval import RetrievalRowEncoder
 
         return RetrievalRowEncoder(

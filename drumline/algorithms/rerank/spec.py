@@ -9,6 +9,7 @@ from pydantic import Field
 
 from drumline.algorithms.specs import RetrievalSpec
 from drumline.config.algorithm import HeadOutput
+from drumline.config.data import DataConfig
 from drumline.config.model import Head
 from drumline.plan.plan import Plan
 
@@ -69,7 +70,7 @@ class RerankConfig(RetrievalSpec):
 
         require_negatives(train)
 
-    def encoder(self, tokenizer: Any, data: Any, vision: Any = None) -> RowEncoder:
+    def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.retrieval import CandidateRowEncoder
 
         return CandidateRowEncoder(tokenizer, data, self.negatives)
