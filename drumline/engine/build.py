@@ -32,7 +32,7 @@ from drumline.models.containers import LOW_PRECISION
 from drumline.models.freeze import cast_weights, freeze, return_fp32_embeddings
 from drumline.models.head import require_next_token, shares_prompts
 from drumline.models.own import require_same, require_trainable
-from drumline.models.packed import pack
+from drumline.models.pack import pack
 from drumline.models.recurrent_trial import separate_recurrent_layers
 from drumline.models.shards import NothingToFill, Source, Values
 from drumline.models.tape import Build, lay_out_module

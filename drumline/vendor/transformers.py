@@ -39,6 +39,7 @@ MEMBERS = {
     "transformers:PreTrainedConfig": ("_attn_implementation",),
     "transformers:GenerationMixin": ("_has_unfinished_sequences",),
     "transformers.modeling_layers:GradientCheckpointingLayer": ("_gradient_checkpointing_func",),
+    "transformers.models.mixtral.modeling_mixtral:MixtralExperts": ("_apply_gate",),
     "transformers:PreTrainedModel": (
         "_is_hf_initialized",
         "_no_split_modules",

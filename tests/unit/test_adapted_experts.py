@@ -20,7 +20,8 @@ from drumline.models import adapters
 from drumline.models.adapted_experts import layers_over_experts, split_by_expert
 from drumline.models.blocks import expert_modules, find_base_layer
 from drumline.models.load import facts
-from drumline.models.packed import Bits, PackedLinear, pack, packings_of
+from drumline.models.pack import pack
+from drumline.models.packed import Bits, PackedLinear, packings_of
 from drumline.planner.adapter_size import adapter_size, describe_adapter
 from drumline.planner.derived import with_lora
 from tests.plans import small_config

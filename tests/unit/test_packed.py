@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from drumline.models.packed import Bits, PackedLinear, pack
+from drumline.models.pack import pack
+from drumline.models.packed import Bits, PackedLinear
 
 
 def layer(
