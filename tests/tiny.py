@@ -65,13 +65,6 @@ _COMMON = {
     "tie_word_embeddings": True,
 }
 _MIXTURE = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
-_MAMBA = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 8,
-    "mamba_chunk_size": 16,
-}
 # Other architectures, as small: two mixtures that learn the loss of their routers, and two with biases in attention.
 ARCHITECTURES = {
     "mixtral": {**_COMMON, **_MIXTURE, "num_local_experts": 4},
@@ -104,26 +97,17 @@ ARCHITECTURES = {
         "head_dim": 8,
         "sliding_window": 32,
     },
-    "qwen3_5_text": {
-        **_COMMON,
-        "head_dim": 8,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        # With small weights the gradients of A_log are hardly more than rounding.
-        "initializer_range": 0.1,
-    },
-    "lfm2": {**_COMMON, "layer_types": ["conv", "full_attention"] * 2},
     "granitemoehybrid": {
         **_COMMON,
-        **_MAMBA,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
         "layer_types": ["mamba", "attention"] * 2,
         "num_local_experts": 0,
         "shared_intermediate_size": 64,
     },
-    "falcon_h1": {**_COMMON, **_MAMBA, "mamba_d_ssm": 64},
     "qwen2": _COMMON,
     "apertus": _COMMON,  # its activation's numbers are saved without a dimension
     "granitemoe": {

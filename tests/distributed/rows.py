@@ -773,13 +773,6 @@ PACKED: Sections = {
     "rows": 120,
     "optimizer": {"eps": 1e-6},
 }
-HYBRID_ROWS = (
-    "one process, accumulation 4",
-    "ddp 2, activation checkpointing",
-    "fsdp2 2",
-    "pp 2, gpipe",
-    "zero2 2",
-)
 CASES += [
     Case(
         "mixtral, router loss",
@@ -826,11 +819,8 @@ CASES += [
     # enlarge its rounding there.
     Case("gpt2", {**PACKED, "optimizer": {}}, ("ddp 2", "fsdp2 2", "zero2 2"), "gpt2"),
     Case("qwen2", PACKED, ("ddp 2", "fsdp2 2", "zero2 2"), "qwen2"),
-    # Recurrent layers, which run by documents. The others have no tensor-parallel plan.
-    Case("gated DeltaNet", PACKED, (*HYBRID_ROWS, "tp 2"), "qwen3_5_text"),
-    Case("short convolutions", PACKED, HYBRID_ROWS, "lfm2"),
-    Case("Mamba-2", PACKED, HYBRID_ROWS, "granitemoehybrid"),
-    Case("Mamba-2 beside attention", PACKED, ("fsdp2 2", "pp 2, gpipe"), "falcon_h1"),
+    # Recurrent layers, which run by documents.
+    Case("Mamba-2", PACKED, ("fsdp2 2",), "granitemoehybrid"),
     Case(
         "t5",
         {"rows": 48, "optimizer": {"eps": 1e-6}},
