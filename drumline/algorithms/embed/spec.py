@@ -83,6 +83,11 @@ class EmbedConfig(RetrievalSpec):
         """All texts of a global batch are embedded before the loss of any (GradCache)."""
         return 1
 
+    def cache_parts(self) -> dict[str, Any]:
+        """Return what decides on the texts of a sample, as a part of the token cache's key."""
+        prompts = [self.query_prompt, self.document_prompt]
+        return {"negatives": self.negatives, "prompts": prompts}
+
     def pooling_of(self, bidirectional: bool) -> str:
         """Return mean, last or cls for a model. `bidirectional`: whether it reads both ways."""
         if self.pooling != "auto":
