@@ -133,8 +133,5 @@ class EmbedConfig(RetrievalSpec):
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
         from drumline.data.retrieval import placeholder_retrieval
-        from drumline.models.load import load_config
 
-        config = load_config(plan.model_path, plan.config.model)
-        numbers = self.first_numbers(config.get_text_config().hidden_size)
-        return placeholder_retrieval(plan, rows, length, self.rows_per_sample, numbers)
+        return placeholder_retrieval(plan, rows, length, self.rows_per_sample, self.first_numbers)
