@@ -10,7 +10,7 @@ positive, and then the negatives. A batch has B = C · P rows in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
@@ -33,6 +33,7 @@ from drumline.data.encode import encode_whole_text, without_targets
 from drumline.data.sources import Row
 from drumline.data.targets import EncodedSample, truncate
 from drumline.errors import DataError
+from drumline.models.load import load_config
 from drumline.plan.plan import Plan
 
 # Bits of a text's number. fp64 has such numbers without rounding.
@@ -321,12 +322,15 @@ def text_id(tokens: npt.NDArray[Any]) -> int:
 
 
 def placeholder_retrieval(
-    plan: Plan, rows: int, length: int, texts: int, numbers: int
+    plan: Plan, rows: int, length: int, texts: int, first_numbers: Callable[[int], int]
 ) -> RetrievalBatch:
     """Return a placeholder batch of `rows` texts with `length` tokens, `texts` a sample.
 
-    `numbers`: how many the first pass has of each sample. They are 0.
+    `first_numbers`: takes the width of the hidden states, and returns how many numbers of the first
+    pass each sample has. They are 0.
     """
+    hf_config = load_config(plan.model_path, plan.config.model)
+    numbers = first_numbers(hf_config.get_text_config().hidden_size)
     count = rows // texts
     samples = [[learned_segment(length)] * texts] * count
     batch = _retrieval_batch(plan, samples, 0, length, texts)

@@ -13,6 +13,8 @@ DROPOUT_KEYS = re.compile(
     r"(.*_)?dropout(_prob|_rate)?|(attn|embd|resid|summary_first)_(pdrop|dropout)"
 )
 CLASSES = "single_label_classification"
+# transformers allows a single logit only under this name.
+ONE_LOGIT = "regression"
 # Head → (Auto class, name of such models). A new head also needs its layer in `scores.add_head`.
 AUTO: dict[Head, tuple[str, str]] = {
     # Logits of the next token.
@@ -135,6 +137,8 @@ def set_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
     config.problem_type = None
     if head in ("text", "image"):
         config.problem_type = CLASSES
+        if len(labels) == 1:
+            config.problem_type = ONE_LOGIT
     if head == "embedding":
         for part in (config, config.get_text_config()):
             _switch_off_dropout(part)
@@ -195,7 +199,7 @@ def _class_names(config: Any) -> tuple[str, ...]:
 
 def ends_in_classes(model: Any) -> bool:
     """Return whether a model is a classifier of texts or images (see `set_classes`)."""
-    return getattr(model.config, "problem_type", None) == CLASSES
+    return getattr(model.config, "problem_type", None) in (CLASSES, ONE_LOGIT)
 
 
 def ends_in_hidden_states(model: Any) -> bool:

@@ -295,6 +295,14 @@ def test_init_takes_as_many_negatives_as_the_first_row_has() -> None:
     assert plain.fitted_to({"query": "q"}) is plain
 
 
+def test_the_token_cache_depends_on_what_is_read() -> None:
+    plain = EmbedConfig().cache_parts()
+    changed = ({"negatives": 1}, {"query_prompt": "q: "}, {"document_prompt": "d: "})
+    for options in changed:
+        assert EmbedConfig.model_validate(options).cache_parts() != plain
+    assert EmbedConfig(temperature=1.0).cache_parts() == plain
+
+
 def test_equal_texts_have_one_number() -> None:
     first = text_id(np.array([5, 6], np.uint16))
     assert first == text_id(np.array([5, 6], np.int32))

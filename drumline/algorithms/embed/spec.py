@@ -83,6 +83,11 @@ class EmbedConfig(RetrievalSpec):
         """All texts of a global batch are embedded before the loss of any (GradCache)."""
         return 1
 
+    def cache_parts(self) -> dict[str, Any]:
+        """Return what decides on the texts of a sample, as a part of the token cache's key."""
+        prompts = [self.query_prompt, self.document_prompt]
+        return {"negatives": self.negatives, "prompts": prompts}
+
     def pooling_of(self, bidirectional: bool) -> str:
         """Return mean, last or cls for a model. `bidirectional`: whether it reads both ways."""
         if self.pooling != "auto":
@@ -128,8 +133,5 @@ class EmbedConfig(RetrievalSpec):
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
         from drumline.data.retrieval import placeholder_retrieval
-        from drumline.models.load import load_config
 
-        config = load_config(plan.model_path, plan.config.model)
-        numbers = self.first_numbers(config.get_text_config().hidden_size)
-        return placeholder_retrieval(plan, rows, length, self.rows_per_sample, numbers)
+        return placeholder_retrieval(plan, rows, length, self.rows_per_sample, self.first_numbers)

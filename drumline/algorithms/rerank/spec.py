@@ -57,6 +57,10 @@ class RerankConfig(RetrievalSpec):
     def head(self) -> Head:
         return "text"
 
+    def cache_parts(self) -> dict[str, Any]:
+        """Return what decides on the texts of a sample, as a part of the token cache's key."""
+        return {"negatives": self.negatives}
+
     def segment_names(self, segments: int) -> list[str]:
         # Without the query, which is a part of all.
         return super().segment_names(segments + 1)[1:]
