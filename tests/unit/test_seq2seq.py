@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,31 +10,20 @@ import torch
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
-from drumline.algorithms.base import policy_objective
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.config.data import DataConfig
 from drumline.config.load import load_text
 from drumline.config.model import ModelConfig
 from drumline.data.seq2seq import Seq2SeqBatch, Seq2SeqRowEncoder, collate_seq2seq
 from drumline.data.sources import Row
-from drumline.engine.build import build_engine
 from drumline.errors import ConfigError, DataError, ModelError
-from drumline.hardware.detect import Machine
 from drumline.models.build import build_model
 from drumline.models.classes import ENCODER_DECODERS
 from drumline.models.head import ForwardWithObjective, require_next_token
 from drumline.models.load import facts, load_config
-from drumline.planner.cluster import cluster_of_machine
-from drumline.planner.cost.memory import memory
 from drumline.planner.seq2seq import resolve_seq2seq
-from drumline.planner.trace import trace_activations
-from drumline.telemetry.memory_tracker import LiveBytes
-from tests.distributed.promises import facts_of
-from tests.harness import write_config
-from tests.plans import resolve_plan
-from tests.tiny import CHATML, tiny_architecture_dir, tiny_tokenizer
+from tests.tiny import CHATML, tiny_tokenizer
 
-CLUSTER = cluster_of_machine(Machine([], cores=1, memory_bytes=2**33, device="cpu", bf16=False), 1)
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
 T5 |= {"vocab_size": 96, "decoder_start_token_id": 0}
 STACK = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "d_model": 32, "dropout": 0.0}
@@ -243,35 +231,3 @@ def test_what_does_not_go_together(overrides: tuple[str, ...], kind: str, messag
     config = AutoConfig.for_model(kind, **values)
     with pytest.raises(ModelError, match=message):
         resolve_seq2seq(config_of(*overrides), config, list)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["none", "full"])
-def test_planned_peak_is_what_lives(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two and four layers of each stack are traced, and say what eight take."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cached"))
-    model = tiny_architecture_dir(tmp_path / "model", "t5", layers=8)
-    path = write_config(
-        tmp_path,
-        model,
-        batch={"global_samples": 2, "micro_batch": 2},
-        memory={"activation_checkpointing": kind},
-    )
-    plan = resolve_plan(path, world_size=1)
-    sizes = facts_of(plan)
-    traced = trace_activations(plan.config, plan.model_path, plan, sizes)
-    assert traced is not None
-    assert traced.source == "trace"
-    planned = memory(plan, sizes, CLUSTER, traced)
-    algorithm = plan.config.algorithm
-    batch = algorithm.traced_batch(plan, plan.rows, plan.max_length, 3)
-    engine = build_engine(plan, "cpu")
-    live = LiveBytes()
-    with live:
-        engine.forward_backward([batch], policy_objective(algorithm.build()), 1.0)
-    held = engine.memory_stats()
-    assert planned.parameters == held.parameters
-    lived = live.peak - live.base + held.parameters + held.optimizer
-    assert planned.peak == pytest.approx(lived, rel=0.05)
