@@ -88,6 +88,7 @@ def test_it_trains_and_leaves_a_folder_that_transformers_reads(tmp_path: Path) -
 
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+REWARDS = "rewards: [{kind: length, free: 2, limit: 6}]"
 TARGETS = ATTENTION | {"gate_proj", "up_proj", "down_proj"}
 
 
@@ -117,9 +118,15 @@ def test_a_lora_run_exports_what_peft_lays_over(tmp_path: Path) -> None:
         (["strategy=cp", "launch.nproc=2"], "images × cp"),
         (["strategy=tp", "launch.nproc=2"], "tp × no plan"),
         (["strategy=dp"], "images × dp"),
-        (["algorithm=ppo", "data.max_length=256"], "images × the algorithm"),
         (
-            ["algorithm={kind: grpo, generator: {kind: continuous}}", "data.max_length=256"],
+            [f"algorithm={{kind: ppo, {REWARDS}}}", "data.max_length=256"],
+            "images × the algorithm",
+        ),
+        (
+            [
+                f"algorithm={{kind: grpo, {REWARDS}, generator: {{kind: continuous}}}}",
+                "data.max_length=256",
+            ],
             "images × generator=continuous",
         ),
         (["model.freeze=[model.visul]"], "did you mean model.visual?"),
