@@ -59,6 +59,10 @@ CASES: dict[str, Sections] = {
 }
 
 
+# The first test waits for the training of all.
+pytestmark = pytest.mark.timeout(3000)
+
+
 @dataclass(frozen=True)
 class Way:
     name: str
