@@ -174,7 +174,7 @@ class RetrievalSpec(AlgorithmSpec):
         0,
         ge=0,
         le=1000,
-        description="Negatives of a row that are learned from, the first ones; a row may have fewer.",
+        description="At most this many negatives of a row are used, the first ones. With 0, rows must have none.",
     )
 
     @property

@@ -67,7 +67,7 @@ def init(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Copy this recipe, with --data and --model in it; `drumline recipes` lists them.",
+            help="Ask nothing and copy this recipe, with --data and --model in it.",
         ),
     ] = None,
 ) -> None:
@@ -109,11 +109,12 @@ def init(
 
 def recipes(
     family: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only of these models: qwen3, llama.")
+        str | None,
+        typer.Option(metavar="NAME", help="Only this family of models, such as qwen3 or llama."),
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Only of this task: sft, sft-lora, dpo, grpo."),
+        typer.Option(metavar="NAME", help="Only this task: sft, sft-lora, dpo, grpo."),
     ] = None,
     machine: Annotated[
         str | None,
@@ -122,9 +123,9 @@ def recipes(
         ),
     ] = None,
 ) -> None:
-    """List YAMLs to copy, for common models, tasks and machines.
+    """List planned YAMLs for common models, tasks and machines.
 
-    Each is planned; `drumline init --recipe NAME` copies one.
+    `drumline init --recipe NAME` copies one.
     """
     from drumline.planner.recipes import show_recipes
 

@@ -61,9 +61,9 @@ class LoRAFactors(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the first factor.")
     targets: Literal["attention", "all-linear"] | list[str] = Field(
         "all-linear",
-        description="What gets an adapter: all linear layers of the blocks and a mixture's experts, the layers of attention, or what has"
-        " these ends of names; of vision-language models also vision, projector or language. Layers of a vision tower, the embedding and"
-        " the head must be named; routers stay frozen.",
+        description="What gets an adapter. all-linear: the linear layers of the blocks and the experts of a mixture. attention: the linear"
+        " layers of attention. A list names layers by the ends of their names, or parts of a vision-language model: vision, projector,"
+        " language. Embedding, head and vision tower get an adapter only by a list; routers get none.",
     )
 
 
@@ -82,7 +82,7 @@ class LoRAConfig(LoRAFactors):
     )
     quantize: Literal["none", "4bit", "8bit"] = Field(
         "none",
-        description="QLoRA (Dettmers et al. 2023): the frozen linear layers of the blocks, and a mixture's experts, in 4 or 8 bits.",
+        description="Pack the frozen linear layers of the blocks and a mixture's experts in 4 or 8 bits (QLoRA, Dettmers et al. 2023).",
     )
     modules_to_save: tuple[str, ...] = Field(
         (), description="Modules that are trained whole, by the ends of their names: lm_head."

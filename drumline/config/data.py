@@ -68,11 +68,11 @@ class Columns(Section):
         None,
         description="Column with the class: a name or a number; kto: whether the answer is good, true or false.",
     )
-    query: str | None = Field(None, description="Column with the text that is searched for.")
+    query: str | None = Field(None, description="Column with the query of a search.")
     positive: str | None = Field(None, description="Column with a text that answers the query.")
     negative: str | None = Field(
         None,
-        description="Column with a text, or a list of texts, that do not answer the query (hard negatives).",
+        description="Column with a text or a list of texts that look right and do not answer the query (hard negatives).",
     )
     image: str | None = Field(
         None, description="Column with the path of an image, relative to the data file."
@@ -549,7 +549,7 @@ class DataConfig(Section):
         8,
         gt=0,
         le=10**4,
-        description="Frames of a video, at equal distances; the model gets them as images.",
+        description="At most this many frames of a video, at equal distances; the model gets them as images.",
     )
     learn_on: Literal["assistant", "all"] = Field(
         "assistant", description="Tokens with loss: assistant turns and completions, or all."

@@ -181,8 +181,8 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(False, description="Run the code that comes with the model.")
     freeze: list[str] = Field(
         [],
-        description="Modules or parameters to freeze, with everything below them, such as model.embed_tokens. Of vision-language models"
-        " also their parts: vision, projector or language.",
+        description="Modules or parameters to freeze, with everything below them, such as model.embed_tokens. Parts of a vision-language"
+        " model are vision, projector and language.",
     )
     sync_batchnorm: bool = Field(
         False, description="Synchronise the statistics of batch norms over ranks."

@@ -132,7 +132,13 @@ class KeysPage:
             return code(_yaml(schema["default"]))
         if self.referenced(schema):
             return "its defaults"
-        return code("{}")
+        # A default that a function makes is not in the schema.
+        types = {choice.get("type") for choice in schema.get("anyOf", [schema])}
+        if "array" in types:
+            return code("[]")
+        if "object" in types:
+            return code("{}")
+        return "automatic"
 
     def type_text(self, schema: Schema) -> str:
         """Return the type of a key in words, with its limits."""

@@ -42,19 +42,19 @@ class EmbedConfig(RetrievalSpec):
     kind: Literal["embed"] = "embed"
     pooling: Pooling = Field(
         "auto",
-        description="Which hidden states make the embedding: their mean, the last token's, or the first one's (cls);"
-        " auto: mean for an encoder that reads both ways, last for a causal model.",
+        description="Which hidden states become the embedding: the mean over all tokens, that of the last token, or of the first (cls)."
+        " auto: mean for an encoder, last for a causal model.",
     )
     normalize: bool = Field(
-        True, description="Texts are compared by cosine similarity; false: by the dot product."
+        True, description="Compare texts by cosine similarity; false: by the dot product."
     )
     temperature: Above0 = Field(
-        0.05, description="Similarities are divided by it (scale 20 is 0.05)."
+        0.05, description="Divides each similarity. 0.05 is scale=20 in sentence-transformers."
     )
     matryoshka: list[int] = Field(
         default_factory=list,
         max_length=32,
-        description="Sizes at which the loss is also computed, of the first so many numbers of each embedding (Kusupati et al. 2022).",
+        description="Sizes N: the loss is also computed of the first N numbers of each embedding (Matryoshka, Kusupati et al. 2022).",
     )
     query_prompt: str = Field("", max_length=10**4, description="Text before each query.")
     document_prompt: str = Field(

@@ -35,12 +35,12 @@ class RerankConfig(RetrievalSpec):
         1,
         ge=1,
         le=1000,
-        description="Negatives of a row that are learned from, the first ones; a row may have fewer.",
+        description="At most this many negatives of a row are used, the first ones.",
     )
     loss: Literal["pointwise", "listwise"] = Field(
         "pointwise",
-        description="pointwise: each text answers or not (binary cross-entropy)."
-        " listwise: which of a row's texts answers (softmax over them).",
+        description="pointwise: binary cross-entropy of each text, whether it answers the query."
+        " listwise: cross-entropy over the texts of a row, which of them answers.",
     )
 
     @property

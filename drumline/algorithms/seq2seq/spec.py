@@ -35,7 +35,7 @@ class Seq2SeqConfig(ChunkedSpec):
     decoder_start: int | None = Field(
         None,
         ge=0,
-        description="Id of the token that the decoder begins with: decoder_start_token_id of the model's config, which fills it in.",
+        description="Id of the token that the decoder begins with. Default: decoder_start_token_id of the model's config.",
     )
 
     @property
