@@ -70,9 +70,9 @@ class AdaptedExperts(ParamWrapper):
 
     def compute_addition(self, rows: Tensor, multiply: Multiply) -> Tensor:
         """Return what all active adapters add to the product of rows with the tensor."""
-        first, *further = self.adapters_in_use()
-        total = self._addition_of_adapter(first, rows, multiply)
-        for name in further:
+        names = self.adapters_in_use()
+        total = self._addition_of_adapter(names[0], rows, multiply)
+        for name in names[1:]:
             total = total + self._addition_of_adapter(name, rows, multiply)
         return total
 

@@ -100,8 +100,8 @@ def borders_of(model: Any, batch: Any, may_use_kernels: bool = True) -> Borders 
     lengths: list[int] = []
     for row in rows:
         padding = width - sum(row)
-        *others, last = row or (0,)
-        lengths += [*others, last + padding]
+        *before, last = row or (0,)
+        lengths += [*before, last + padding]
     by_kernels = separated.by_kernels and may_use_kernels
     return Borders(tuple(lengths), row_count, width, by_kernels, batch.input_ids_BT.device)
 
@@ -290,5 +290,5 @@ def _replace_first(out: Any, tensor: Tensor) -> Any:
     """Return `tensor` in the place of `first_tensor(out)`. The rest of a tuple is dropped."""
     if not isinstance(out, tuple):
         return tensor
-    others = len(out) - 1
-    return (tensor, *[None] * others)
+    dropped = len(out) - 1
+    return (tensor, *[None] * dropped)
