@@ -107,13 +107,14 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
     chosen: set[str] = set()
     for target in adapter.targets:
         if is_part(model, target):
-            chosen.update(_layers_of_part(model, target, candidates))
+            chosen.update(_layers_of_part(model, target, [*candidates, *experts]))
         else:
             endings.append(target)
     candidates |= _drop_trained_layers(model, ends, trained_whole)
     all_layers = [*linear_layers, *ends, *_expert_tensors(model)]
     chosen.update(_layers_by_endings(model, endings, [*candidates, *experts], all_layers))
-    return [name for name, _ in model.named_modules() if name in chosen]
+    in_order = [name for name, _ in model.named_modules() if name in chosen]
+    return in_order + [name for name in experts if name in chosen]
 
 
 def _expert_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -215,8 +216,8 @@ def _layers_of_attention(model: Any, candidates: Collection[str]) -> list[str]:
 
 def _layers_by_endings(
     model: Any, endings: Sequence[str], candidates: Collection[str], all_layers: Collection[str]
-) -> list[str]:
-    """Return the names of candidates with one of the endings, in the model's order.
+) -> set[str]:
+    """Return the names of candidates with one of the endings.
 
     `all_layers`: the candidates and the layers that are trained whole. An ending that layers and
     tensors of experts have (`down_proj`) means the layers; `experts.down_proj` means the experts.
@@ -241,8 +242,7 @@ def _layers_by_endings(
         if guess:
             fix = f"did you mean {guess}?"
         raise ModelError(what, where=WHERE, fix=fix)
-    in_order = [name for name, _ in model.named_modules() if name in chosen]
-    return in_order + [name for name in candidates if name in chosen & experts]
+    return chosen
 
 
 def find_targets(model: Any, adapter: LoRAConfig) -> tuple[dict[str, list[str]], set[str]]:
