@@ -28,8 +28,6 @@ class Seq2SeqConfig(ChunkedSpec):
     metrics: ClassVar[tuple[str, ...]] = ("loss", "token_accuracy", "exact_match")
     has_answers: ClassVar[bool] = True
     writes: ClassVar[bool] = False
-    # A sample has a row for the encoder and one for the decoder.
-    rows_per_sample: ClassVar[int] = 2
     objective: ClassVar[str] = "drumline.algorithms.tokens.objective:build"
     kind: Literal["seq2seq"] = "seq2seq"
     decoder_start: int | None = Field(
@@ -37,6 +35,11 @@ class Seq2SeqConfig(ChunkedSpec):
         ge=0,
         description="Id of the token that the decoder begins with: decoder_start_token_id of the model's config, which fills it in.",
     )
+
+    @property
+    def rows_per_sample(self) -> int:
+        """A sample has a row for the encoder and one for the decoder."""
+        return 2
 
     @property
     def head(self) -> Head:
