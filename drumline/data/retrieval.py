@@ -143,8 +143,10 @@ class CandidateRowEncoder:
     def _cut(self, query: str, document: str, origin: str) -> Any:
         """Return a pair as the tokenizer cuts it to data.max_length. Raises DataError."""
         limit = self.data.max_length
-        # With the special tokens of a pair, which may be more than those of a text.
-        query_size = len(self.tokenizer(query, "", verbose=False)["input_ids"])
+        query_size = len(self.tokenizer(query, verbose=False)["input_ids"])
+        # A pair may have more special tokens than a text.
+        query_size += self.tokenizer.num_special_tokens_to_add(pair=True)
+        query_size -= self.tokenizer.num_special_tokens_to_add(pair=False)
         if query_size >= limit:
             raise DataError(
                 f"the query has {query_size} tokens, which leaves nothing of data.max_length {limit}",
