@@ -47,7 +47,7 @@ class Seq2SeqConfig(ChunkedSpec):
 
     def segment_names(self, segments: int) -> list[str]:
         """Return which half of the model reads each segment."""
-        return ["encoder", "decoder"]
+        return ["encoder", "decoder"][:segments]
 
     def beside_encoder(self, decoder_start: int) -> Seq2SeqConfig:
         return self.model_copy(update={"decoder_start": decoder_start})
