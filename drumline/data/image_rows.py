@@ -501,7 +501,8 @@ def _listed_videos(row: Row) -> list[Any] | None:
         videos = row.extra.get(name)
         if videos is None or videos == "":
             continue
-        if name == "videos" and isinstance(videos, list):
+        # An empty list under `video` is no video, and not one without frames.
+        if isinstance(videos, list) and (name == "videos" or not videos):
             return list(videos)
         return [videos]
     return None

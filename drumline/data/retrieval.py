@@ -71,6 +71,7 @@ class RetrievalRowEncoder:
 
     def encode(self, row: Row) -> EncodedSample | None:
         """Return a sample of two segments and one for each negative, see `RowEncoder.encode`."""
+        _require_texts(row)
         values = row.values
         negatives = values.get("negative", [])
         if negatives and not self.negatives:
@@ -115,6 +116,7 @@ class CandidateRowEncoder:
 
     def encode(self, row: Row) -> EncodedSample | None:
         """Return a sample with a segment for each candidate, see `RowEncoder.encode`."""
+        _require_texts(row)
         values = row.values
         documents = [values["positive"], *values.get("negative", [])[: self.negatives]]
         segments = []
@@ -142,6 +144,9 @@ class CandidateRowEncoder:
         """Return a pair as the tokenizer cuts it to data.max_length. Raises DataError."""
         limit = self.data.max_length
         query_size = len(self.tokenizer(query, verbose=False)["input_ids"])
+        # A pair may have more special tokens than a text.
+        query_size += self.tokenizer.num_special_tokens_to_add(pair=True)
+        query_size -= self.tokenizer.num_special_tokens_to_add(pair=False)
         if query_size >= limit:
             raise DataError(
                 f"the query has {query_size} tokens, which leaves nothing of data.max_length {limit}",
@@ -150,6 +155,20 @@ class CandidateRowEncoder:
             )
         self.tokenizer.truncation_side = self.data.truncation
         return self.tokenizer(query, document, truncation="only_second", max_length=limit)
+
+
+def _require_texts(row: Row) -> None:
+    """Raise DataError for a query, a positive or a negative without text.
+
+    Special tokens and prompts would hide that.
+    """
+    for name in ("query", "positive", "negative"):
+        texts = row.values.get(name, [])
+        if isinstance(texts, str):
+            texts = [texts]
+        for text in texts:
+            if not text.strip():
+                raise DataError(f"`{name}` has an empty text", where=row.origin, fix="take it out")
 
 
 def require_negatives(train: TokenCache) -> None:

@@ -207,7 +207,8 @@ def _convert_raw_row(
     with translate_number_errors(origin, DataError):
         rows = _split_raw_row(origin, values, source, forms, row_number, is_mapped)
     has_class = any("label" in form and "prompt" not in form for form in forms)
-    if has_class and holds_images(rows[0]):
+    is_retrieval = any("query" in form for form in forms)
+    if (has_class or is_retrieval) and holds_images(rows[0]):
         what = f"row {row_number} holds images, which this algorithm does not take"
         fix = (
             "use another algorithm, take the images out, or read none of a column with "
@@ -605,7 +606,12 @@ WANTED_TYPES = {
 
 
 def _read_texts(value: Any, name: str, origin: str, row_number: int) -> list[str]:
-    """Return the texts of a column that has one text, or a list of them. Raises DataError."""
+    """Return the texts of a column that has one text, or a list of them. Raises DataError.
+
+    An empty cell of a table has none.
+    """
+    if value is None or value == "":
+        return []
     texts = value
     if isinstance(value, str):
         texts = [value]

@@ -107,7 +107,7 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
     chosen: set[str] = set()
     for target in adapter.targets:
         if is_part(model, target):
-            chosen.update(_layers_of_part(model, target, candidates))
+            chosen.update(_layers_of_part(model, target, [*candidates, *experts]))
         else:
             endings.append(target)
     candidates |= _drop_trained_layers(model, ends, trained_whole)

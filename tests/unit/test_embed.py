@@ -261,6 +261,7 @@ def test_rows_of_other_tools(tmp_path: Path, row: dict[str, Any], values: dict[s
 @pytest.mark.parametrize(
     ("row", "says"),
     [
+        ({"query": "q", "positive": "p", "images": ["a.png"]}, "holds images"),
         ({"query": "q", "positive": "p", "negative": [3]}, "has int among its texts"),
         ({"query": "q", "positive": "p", "negative": 3}, "neither text nor a list of texts"),
         ({"query": ["q"], "positive": "p"}, "is list, not text"),
@@ -271,6 +272,21 @@ def test_wrong_rows(tmp_path: Path, row: dict[str, Any], says: str) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match=says):
         list(read_rows(FileSource(path="rows.jsonl"), tmp_path, RETRIEVAL_FORMS))
+
+
+def test_an_empty_cell_is_no_negative(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("query,positive,negative\nq,p,n\nq,p,\n")
+    source = FileSource(path="rows.csv")
+    rows = read_rows(source, tmp_path, RETRIEVAL_FORMS)
+    assert [row.values["negative"] for row in rows] == [["n"], []]
+
+
+def test_an_empty_text_is_refused() -> None:
+    data = DataConfig.model_validate({"train": ["rows.jsonl"], "max_length": 32})
+    encoder = RetrievalRowEncoder(tiny_tokenizer(), data, 1, "q: ", "d: ")
+    row = Row("here", {"query": "one", "positive": "two", "negative": [" "]})
+    with pytest.raises(DataError, match="here: `negative` has an empty text"):
+        encoder.encode(row)
 
 
 def test_encoding() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from drumline.algorithms.rerank.objective import Rerank, listwise_loss, pointwise_loss
 from drumline.algorithms.rerank.spec import RerankConfig
@@ -82,6 +83,21 @@ def test_encoding_cuts_the_text_and_keeps_the_query() -> None:
         CandidateRowEncoder(tokenizer, data, 1).encode(
             Row("here", {"query": long, "positive": long})
         )
+
+
+def test_a_query_that_leaves_room_for_no_token_of_the_text_is_refused() -> None:
+    """A pair has one special token more than a text alone."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <eos>",
+        pair="$A <eos> $B <eos>",
+        special_tokens=[("<eos>", tokenizer.eos_token_id)],
+    )
+    limit = len(tokenizer("one")["input_ids"]) + 1
+    values: dict[str, Any] = {"train": ["rows.jsonl"], "max_length": limit, "truncation": "right"}
+    encoder = CandidateRowEncoder(tokenizer, DataConfig.model_validate(values), 1)
+    with pytest.raises(DataError, match=f"the query has {limit} tokens"):
+        encoder.encode(Row("here", {"query": "one", "positive": "two three"}))
 
 
 def test_rows_without_negatives_teach_nothing() -> None:

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
+from drumline.algorithms.seq2seq.spec import Seq2SeqConfig
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.config.data import DataConfig
 from drumline.config.load import load_text
@@ -200,6 +201,12 @@ def test_rows_that_are_refused() -> None:
 def config_of(*overrides: str) -> Any:
     text = "data: {train: [{kind: file, path: unused}]}\nmodel: {id: none}\n"
     return load_text(text, list(overrides))
+
+
+def test_a_preview_names_as_many_segments_as_a_row_has() -> None:
+    """A row that is refused has none."""
+    assert Seq2SeqConfig().segment_names(2) == ["encoder", "decoder"]
+    assert Seq2SeqConfig().segment_names(0) == []
 
 
 def test_sft_becomes_seq2seq() -> None:

@@ -339,6 +339,7 @@ def test_a_video_is_its_frames(tmp_path: Path) -> None:
     assert choose_frames(5, 3) == [0, 2, 4]
     assert choose_frames(5, 1) == [0]
     assert placed(tmp_path, messages=user("a tag: <video>")) == (["a tag: <video>"], [])
+    assert placed(tmp_path, messages=user("hm"), video=[]) == (["hm"], [])
 
 
 def test_a_video_file_is_decoded_or_says_what_is_missing(

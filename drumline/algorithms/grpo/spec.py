@@ -11,11 +11,11 @@ from drumline.config.section import MOST_WEIGHT, Above0, Weight
 
 
 class GRPOConfig(PromptSpec):
-    sees_images: ClassVar[bool] = True
     """Group-relative policy optimisation (Shao et al. 2024), with Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025), GSPO (Zheng et
     al. 2025), CISPO (MiniMax-M1, 2025), RLOO (Ahmadian et al. 2024)."""
 
     position: ClassVar[int] = 5
+    sees_images: ClassVar[bool] = True
     shares_prompts: ClassVar[bool] = True
     objective: ClassVar[str] = "drumline.algorithms.grpo.objective:GRPO"
     kind: Literal["grpo"] = "grpo"

@@ -28,8 +28,6 @@ class Seq2SeqConfig(ChunkedSpec):
     metrics: ClassVar[tuple[str, ...]] = ("loss", "token_accuracy", "exact_match")
     has_answers: ClassVar[bool] = True
     writes: ClassVar[bool] = False
-    # A sample has a row for the encoder and one for the decoder.
-    rows_per_sample: ClassVar[int] = 2
     objective: ClassVar[str] = "drumline.algorithms.tokens.objective:build"
     kind: Literal["seq2seq"] = "seq2seq"
     decoder_start: int | None = Field(
@@ -39,12 +37,17 @@ class Seq2SeqConfig(ChunkedSpec):
     )
 
     @property
+    def rows_per_sample(self) -> int:
+        """A sample has a row for the encoder and one for the decoder."""
+        return 2
+
+    @property
     def head(self) -> Head:
         return "seq2seq"
 
     def segment_names(self, segments: int) -> list[str]:
         """Return which half of the model reads each segment."""
-        return ["encoder", "decoder"]
+        return ["encoder", "decoder"][:segments]
 
     def beside_encoder(self, decoder_start: int) -> Seq2SeqConfig:
         return self.model_copy(update={"decoder_start": decoder_start})
