@@ -482,16 +482,19 @@ def describe_nearest_format(values: PresentColumns, accepted_forms: Forms) -> st
     It is empty if none is near.
     """
     kind = _row_kind(accepted_forms)
-    algorithms = _find_other_algorithms(values, kind)
-    if algorithms is not None:
-        return f"; such rows are for algorithm {algorithms}"
     names = [str(name) for name in values]
     shapes = [("form", form) for form in accepted_forms]
     for format_name, format_columns in TYPICAL_COLUMNS[kind].items():
         shapes.append((f"format {format_name}, which", format_columns))
     # The first of equally near ones.
     name, columns = max(shapes, key=lambda shape: _similarity(shape[1], names))
-    if not _similarity(columns, names):
+    similarity = _similarity(columns, names)
+    if similarity < 1:
+        # Otherwise the row has all of these columns, and one has values of a wrong type.
+        algorithms = _find_other_algorithms(values, kind)
+        if algorithms is not None:
+            return f"; such rows are for algorithm {algorithms}"
+    if not similarity:
         return ""
     hint = f"; the nearest {name} has {' and '.join(columns)}"
     differences = _describe_differences(values, columns, names)

@@ -24,7 +24,7 @@ from drumline.config.data import (
     PythonSource,
 )
 from drumline.data.cache import TokenCache
-from drumline.data.encode import PairRowEncoder
+from drumline.data.encode import PairRowEncoder, refuse_images
 from drumline.data.fingerprint import cache_key
 from drumline.data.image_files import resolve_image_path
 from drumline.data.sources import Row, read_rows
@@ -227,7 +227,7 @@ def test_an_array_is_all_of_its_numbers() -> None:
 
 
 def test_images_that_nothing_reads_stop_no_run(tmp_path: Path) -> None:
-    """The class is that of the text; of pairs and prompts the user says so. An index column of pandas has no name, and is no image."""
+    """The class is that of the text; of pairs a model of text refuses images. An index column of pandas has no name, and is no image."""
     label = {"text": "a", "label": "x"}
     row: Values = {**label, "image": "a.png"}
     assert read_values(tmp_path, row, (("text", "label"),)) == label
@@ -235,7 +235,7 @@ def test_images_that_nothing_reads_stop_no_run(tmp_path: Path) -> None:
     pair = {"prompt": "hi", "chosen": "a", "rejected": "b"}
     row = {**pair, "image": "a.png"}
     with pytest.raises(DataError, match=re.escape("`columns: {images: ''}`")):
-        read(tmp_path, row, PAIR_FORMS)
+        refuse_images(read(tmp_path, row, PAIR_FORMS))
 
     row[""] = 7
     assert read_values(tmp_path, row, PAIR_FORMS, columns=Columns(images="")) == pair

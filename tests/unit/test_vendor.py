@@ -47,8 +47,10 @@ for library in LIBRARIES:
             MEMBER_IDS.append(f"{place}.{member}")
             LISTED.add(member)
 
-# Python's own, lm-eval's, and the mark of a function that torch has compiled.
+# Python's own, lm-eval's, the mark of a function that torch has compiled, and a table that older
+# versions of transformers lack.
 ELSEWHERE = {
+    "_PACKAGE_TO_DISTRIBUTION",
     "_asdict",
     "_exit",
     "_replace",
@@ -65,6 +67,8 @@ OURS = {
     "transformers.packed_mask",
     "transformers.import_without_torchao",
     "transformers.ask_the_host",
+    "transformers.kernel_packages",
+    "transformers.torch_functions",
     "torch.dump_flight_recorders",
 }
 # Used by such functions, so nobody imports them.

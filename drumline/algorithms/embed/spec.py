@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -51,7 +51,7 @@ class EmbedConfig(RetrievalSpec):
     temperature: Above0 = Field(
         0.05, description="Divides each similarity. 0.05 is scale=20 in sentence-transformers."
     )
-    matryoshka: list[int] = Field(
+    matryoshka: list[Annotated[int, Field(le=10**6)]] = Field(
         default_factory=list,
         max_length=32,
         description="Sizes N: the loss is also computed of the first N numbers of each embedding (Matryoshka, Kusupati et al. 2022).",

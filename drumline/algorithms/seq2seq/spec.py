@@ -33,6 +33,7 @@ class Seq2SeqConfig(ChunkedSpec):
     decoder_start: int | None = Field(
         None,
         ge=0,
+        le=10**9,
         description="Id of the token that the decoder begins with. Default: decoder_start_token_id of the model's config.",
     )
 
