@@ -141,9 +141,9 @@ def _begins_with(name: str, beginning: str) -> bool:
 def show_recipes(family: str | None, task: str | None, machine: str | None) -> None:
     """Print the recipes of a family, a task and a machine with what is planned of each."""
     table = Table(box=box.SIMPLE_HEAD)
-    for title in ("recipe", "memory a device, GB", "tokens/s", "hours", "price"):
+    for title in ("recipe", "GB a device", "tokens/s", "hours", "price"):
         justify: JustifyMethod = "left" if title == "recipe" else "right"
-        table.add_column(title, justify=justify)
+        table.add_column(title, justify=justify, no_wrap=True, overflow="fold")
     for recipe in choose(family, task, machine):
         planned = recipe.planned()
         first_words = [planned[key].split()[0] for key in ("memory", "speed", "time", "price")]

@@ -107,7 +107,9 @@ def test_rows_that_the_task_does_not_take_are_refused(run: Run, tmp_path: Path) 
     assert not (tmp_path / "mine.yaml").exists()
 
 
-def test_recipes_are_listed_by_family_task_and_machine(run: Run) -> None:
+def test_recipes_are_listed_by_family_task_and_machine(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, out, _ = run("recipes", "--family", "qwen3", "--task", "sft", "--machine", "1x24gb")
     assert code == 0
     listed = [word for word in out.split() if word in RECIPES]
@@ -116,6 +118,7 @@ def test_recipes_are_listed_by_family_task_and_machine(run: Run) -> None:
         recipe = RECIPES[name]
         assert recipe.family in ("qwen3", "qwen3-vl") and recipe.task.startswith("sft-")
         assert recipe.machine == "1x24gb"
+    monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run("recipes")
     for name in RECIPES:
         (line,) = [line for line in out.splitlines() if name in line]
