@@ -470,7 +470,9 @@ class Config(Section):
                 "data.stream reads rows as it goes, and does not know where they end: set run.steps"
             )
         needs_all = None
-        if self.head not in ("lm", "score", "seq2seq"):
+        if self.head == "embedding":
+            needs_all = "the numbers by which equal texts are known"
+        elif self.head not in ("lm", "score", "seq2seq"):
             needs_all = "its labels"
         elif self.algorithm.reference_of(self) == "precomputed":
             needs_all = "algorithm.reference: precomputed (live or adapter does not)"
