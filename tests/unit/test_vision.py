@@ -508,7 +508,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
         "completion": "x",
         "videos": ["a.mp4"],
     },
-    "a video has no frames": {"messages": user("x"), "video": []},
+    "a video has no frames": {"messages": user("<video>"), "videos": [[]]},
     "a video is given as int": {"messages": user("<video>"), "videos": [1]},
     "gone.png: no such file": {"prompt": "<image>", "completion": "x", "images": ["gone.png"]},
     "bad.png: cannot be read": {"prompt": "<image>", "completion": "x", "images": ["bad.png"]},
