@@ -517,16 +517,27 @@ def pair_rows(pairs: Sequence[Sequence[Segment] | None]) -> list[Sequence[Segmen
 
     `pairs`: the two segments of each pair; None for a filler, which has two rows, too.
     """
-    chosen: list[Sequence[Segment] | None] = []
-    rejected: list[Sequence[Segment] | None] = []
-    for pair in pairs:
-        if pair is None:
-            chosen.append(None)
-            rejected.append(None)
-        else:
-            chosen.append(pair[:1])
-            rejected.append(pair[1:2])
+    chosen, rejected = split_sides(pairs)
     return chosen + rejected
+
+
+def split_sides(
+    samples: Sequence[Sequence[Segment] | None],
+) -> tuple[list[Sequence[Segment] | None], list[Sequence[Segment] | None]]:
+    """Return the first and the second segments of samples of two, each as a row of its own.
+
+    `samples`: None for a filler, which is None in both.
+    """
+    first: list[Sequence[Segment] | None] = []
+    second: list[Sequence[Segment] | None] = []
+    for sample in samples:
+        if sample is None:
+            first.append(None)
+            second.append(None)
+        else:
+            first.append(sample[:1])
+            second.append(sample[1:2])
+    return first, second
 
 
 def _split_at_answer(segment: Segment) -> Parts:

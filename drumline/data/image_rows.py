@@ -451,13 +451,7 @@ class _ImagePlacer:
         """
         image = _named_file(part, _IMAGE_KEYS)
         if image is None:
-            if not self.waiting:
-                raise DataError(
-                    "there are more places for images than images",
-                    where=self.row.origin,
-                    fix="name each in the column `images`",
-                )
-            image = self.waiting.pop(0)
+            image = self._next(self.waiting, "images")
         path = expanded(resolve_image_path(image, self.row.origin, self.root))
         self.paths.append(str((self.row.folder / path).absolute()))
         return {"type": "image"}
@@ -466,16 +460,20 @@ class _ImagePlacer:
         """Note the paths of a video's frames, and return a part for each; see `_place`."""
         video = _named_file(part, _VIDEO_KEYS)
         if video is None:
-            if not self.videos:
-                raise DataError(
-                    "there are more places for videos than videos",
-                    where=self.row.origin,
-                    fix="name each in the column `videos`",
-                )
-            video = self.videos.pop(0)
+            video = self._next(self.videos, "videos")
         frames = find_frames(video, self.row.folder, self.most_frames, self.row.origin, self.root)
         self.paths += frames
         return [{"type": "image"}] * len(frames)
+
+    def _next(self, listed: list[Any] | None, column: str) -> Any:
+        """Take the first entry off a column's list. Raises DataError if none is left."""
+        if not listed:
+            raise DataError(
+                f"there are more places for {column} than {column}",
+                where=self.row.origin,
+                fix=f"name each in the column `{column}`",
+            )
+        return listed.pop(0)
 
 
 def _listed_images(row: Row) -> list[Any] | None:

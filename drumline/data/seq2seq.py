@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from drumline.config.data import DataConfig
-from drumline.data.batches import TokenBatch, collate, learned_segment
+from drumline.data.batches import TokenBatch, collate, learned_segment, split_sides
 from drumline.data.cache import Segment
 from drumline.data.sources import Row, holds_images
 from drumline.data.targets import EncodedSample, Encoder, TokenSegment, truncate
@@ -211,15 +211,7 @@ def collate_seq2seq(
 
     `width`: tokens of both sides; None: those of the longest row of each side.
     """
-    sources: list[Sequence[Segment] | None] = []
-    targets: list[Sequence[Segment] | None] = []
-    for row in rows:
-        if row is None:
-            sources.append(None)
-            targets.append(None)
-        else:
-            sources.append(row[:1])
-            targets.append(row[1:2])
+    sources, targets = split_sides(rows)
     encoder = collate(sources, pad_id, width)
     fields: dict[str, Any] = vars(collate(targets, pad_id, width))
     sizes_B1 = encoder.lengths_B.clamp(min=1)[:, None]

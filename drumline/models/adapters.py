@@ -95,7 +95,8 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
     ends = _ends_of_vocabulary(model)
     trained_whole = set(trained)
     candidates = _drop_trained_layers(model, linear_layers, trained_whole)
-    experts = [name for name in _expert_tensors(model) if name not in trained_whole]
+    expert_tensors = _expert_tensors(model)
+    experts = [name for name in expert_tensors if name not in trained_whole]
     if not candidates and not experts:
         what = f"{type(model).__name__} has no linear layers in its blocks"
         raise ModelError(what, where=WHERE, fix="use adapter=none for this model")
@@ -111,8 +112,8 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
         else:
             endings.append(target)
     candidates |= _drop_trained_layers(model, ends, trained_whole)
-    all_layers = [*linear_layers, *ends, *_expert_tensors(model)]
-    chosen.update(_layers_by_endings(model, endings, [*candidates, *experts], all_layers))
+    all_layers = [*linear_layers, *ends, *expert_tensors]
+    chosen |= _layers_by_endings(model, endings, candidates, experts, all_layers)
     in_order = [name for name, _ in model.named_modules() if name in chosen]
     return in_order + [name for name in experts if name in chosen]
 
@@ -215,19 +216,22 @@ def _layers_of_attention(model: Any, candidates: Collection[str]) -> list[str]:
 
 
 def _layers_by_endings(
-    model: Any, endings: Sequence[str], candidates: Collection[str], all_layers: Collection[str]
+    model: Any,
+    endings: Sequence[str],
+    layers: Collection[str],
+    experts: Collection[str],
+    all_layers: Collection[str],
 ) -> set[str]:
-    """Return the names of candidates with one of the endings.
+    """Return the names of layers and of tensors of experts with one of the endings.
 
-    `all_layers`: the candidates and the layers that are trained whole. An ending that layers and
-    tensors of experts have (`down_proj`) means the layers; `experts.down_proj` means the experts.
-    Raises ModelError for an ending that no candidate has.
+    `all_layers`: these, and what is trained whole. An ending that layers and tensors of experts
+    have (`down_proj`) means the layers; `experts.down_proj` means the experts.
+    Raises ModelError for an ending that none of them has.
     """
-    experts = _expert_tensors(model).keys()
     chosen: set[str] = set()
     for ending in endings:
-        with_ending = {name for name in candidates if has_ending(name, ending)}
-        with_ending = with_ending - experts or with_ending
+        with_ending = {name for name in layers if has_ending(name, ending)}
+        with_ending = with_ending or {name for name in experts if has_ending(name, ending)}
         chosen |= with_ending
         if with_ending:
             continue
@@ -235,7 +239,7 @@ def _layers_by_endings(
             what = f"the weight of {ending} is trained whole, and gets no adapter"
             fix = f"take {ending} out here, or its weight out of adapter.modules_to_save"
             raise ModelError(what, where=WHERE, fix=fix)
-        last_names = _last_names(candidates)
+        last_names = _last_names([*layers, *experts])
         guess = nearest(ending, last_names)
         what = f"no layer of {type(model).__name__} that can get an adapter is named {ending!r}"
         fix = f"there are {', '.join(last_names)}"

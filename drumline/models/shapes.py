@@ -93,6 +93,37 @@ def _gemma3(name: str, *sizes: int, head_dim: int) -> Known:
     return Known(f"google/{name}-pt", values)
 
 
+# The towers of Qwen3-VL and Qwen3.5, by their depth: width, width of the feed-forward part, heads.
+_QWEN_TOWERS = {12: (768, 3072, 12), 24: (1024, 4096, 16), 27: (1152, 4304, 16)}
+
+
+def _qwen_tower(depth: int, out_hidden_size: int, **more: Any) -> dict[str, Any]:
+    """Return the values of a Qwen's vision tower. `out_hidden_size`: width of the language model."""
+    width, intermediate, heads = _QWEN_TOWERS[depth]
+    return {
+        **more,
+        "depth": depth,
+        "hidden_size": width,
+        "intermediate_size": intermediate,
+        "num_heads": heads,
+        "out_hidden_size": out_hidden_size,
+        "patch_size": 16,
+    }
+
+
+def _qwen_with_tower(
+    model_type: str, text: dict[str, Any], vision: dict[str, Any], tied: bool
+) -> dict[str, Any]:
+    """Return the config of a language model with a vision tower. `tied`: the head is the embedding."""
+    ends = {"tie_word_embeddings": tied}
+    return {
+        "model_type": model_type,
+        **ends,
+        "text_config": text | ends,
+        "vision_config": vision,
+    }
+
+
 def _qwen3_vl(name: str, *sizes: int, small: bool) -> Known:
     """Return a Qwen3-VL.
 
@@ -106,35 +137,9 @@ def _qwen3_vl(name: str, *sizes: int, small: bool) -> Known:
         vocab_size=151936,
         max_position_embeddings=262144,
     )
-    vision: dict[str, Any]
-    if small:
-        vision = {
-            "depth": 24,
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "deepstack_visual_indexes": [5, 11, 17],
-        }
-    else:
-        vision = {
-            "depth": 27,
-            "hidden_size": 1152,
-            "intermediate_size": 4304,
-            "deepstack_visual_indexes": [8, 16, 24],
-        }
-    vision |= {
-        "model_type": "qwen3_vl",
-        "num_heads": 16,
-        "out_hidden_size": sizes[0],
-        "patch_size": 16,
-    }
-    ends = {"tie_word_embeddings": small}
-    values = {
-        "model_type": "qwen3_vl",
-        **ends,
-        "text_config": text | ends,
-        "vision_config": vision,
-    }
-    return Known(name, values)
+    vision = _qwen_tower(24 if small else 27, sizes[0], model_type="qwen3_vl")
+    vision["deepstack_visual_indexes"] = [5, 11, 17] if small else [8, 16, 24]
+    return Known(name, _qwen_with_tower("qwen3_vl", text, vision, tied=small))
 
 
 def _qwen3_vl_moe(name: str, *sizes: int) -> Known:
@@ -151,40 +156,20 @@ def _qwen3_vl_moe(name: str, *sizes: int) -> Known:
         max_position_embeddings=262144,
     )
     text |= {"moe_intermediate_size": expert, "num_experts": 128, "num_experts_per_tok": 8}
-    vision = {
-        "model_type": "qwen3_vl_moe",
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "deepstack_visual_indexes": [8, 16, 24],
-        "num_heads": 16,
-        "out_hidden_size": dense[0],
-        "patch_size": 16,
-    }
-    ends = {"tie_word_embeddings": False}
-    values = {
-        "model_type": "qwen3_vl_moe",
-        **ends,
-        "text_config": text | ends,
-        "vision_config": vision,
-    }
-    return Known(name, values)
-
-
-# The towers of Qwen3.5, by their depth: width, width of the feed-forward part, heads.
-_QWEN35_TOWERS = {12: (768, 3072, 12), 24: (1024, 4096, 16), 27: (1152, 4304, 16)}
+    vision = _qwen_tower(27, dense[0], model_type="qwen3_vl_moe")
+    vision["deepstack_visual_indexes"] = [8, 16, 24]
+    return Known(name, _qwen_with_tower("qwen3_vl_moe", text, vision, tied=False))
 
 
 def _qwen35(name: str, text: dict[str, Any], value_heads: int, tower: int, tied: bool) -> Known:
     """Return a Qwen3.5, with Gated DeltaNet in three of four layers and attention in the fourth.
 
     `text`: values of the language model, without those that all sizes share. `value_heads`: of
-    the DeltaNet. `tower`: a key of _QWEN35_TOWERS. `tied`: the head is the embedding.
+    the DeltaNet. `tower`: a key of _QWEN_TOWERS. `tied`: the head is the embedding.
     """
     kind = "qwen3_5"
     if "num_experts" in text:
         kind = "qwen3_5_moe"
-    ends = {"tie_word_embeddings": tied}
     common = {
         "model_type": f"{kind}_text",
         "head_dim": 256,
@@ -193,22 +178,8 @@ def _qwen35(name: str, text: dict[str, Any], value_heads: int, tower: int, tied:
         "vocab_size": 248320,
         "max_position_embeddings": 262144,
     }
-    width, intermediate, heads = _QWEN35_TOWERS[tower]
-    vision = {
-        "depth": tower,
-        "hidden_size": width,
-        "intermediate_size": intermediate,
-        "num_heads": heads,
-        "out_hidden_size": text["hidden_size"],
-        "patch_size": 16,
-    }
-    values = {
-        "model_type": kind,
-        **ends,
-        "text_config": common | text | ends,
-        "vision_config": vision,
-    }
-    return Known(f"Qwen/{name}", values)
+    vision = _qwen_tower(tower, text["hidden_size"])
+    return Known(f"Qwen/{name}", _qwen_with_tower(kind, common | text, vision, tied))
 
 
 def _qwen35_moe(name: str, *sizes: int, experts: int, per_token: int, value_heads: int) -> Known:
