@@ -22,6 +22,7 @@ TASKS = (
     "grpo",
     "vision_language",
     "embedding_model",
+    "recipes",
     "own_loop",
     "plan_before_you_buy",
     "when_something_fails",
