@@ -326,9 +326,9 @@ def next_attempt(run_dir: Path) -> int:
 
 
 def progress_of_attempt(events_path: Path, events_before: int) -> tuple[int, int]:
-    """Return the furthest step of all attempts, and the last step that the present one finished.
+    """Return the furthest step of all attempts, and the furthest of the present one.
 
-    Each is -1 if there is none. Events are taken in the order of the file and not of their times,
+    Each is -1 if there is none. Events are counted from the top of the file and not by their times,
     because hosts have clocks of their own.
 
     Args:
@@ -336,13 +336,14 @@ def progress_of_attempt(events_path: Path, events_before: int) -> tuple[int, int
         events_before: Number of events before the present attempt.
     """
     furthest = -1
-    newest = -1
+    furthest_of_attempt = -1
     for number, event in enumerate(read(events_path)):
         if isinstance(event, MILESTONES):
             furthest = max(furthest, event.step)
             if number >= events_before:
-                newest = event.step
-    return furthest, newest
+                # A save in the background ends after later steps have.
+                furthest_of_attempt = max(furthest_of_attempt, event.step)
+    return furthest, furthest_of_attempt
 
 
 def _was_exporting(events_path: Path, events_before: int) -> bool:

@@ -188,9 +188,14 @@ def test_how_far_the_attempt_came(tmp_path: Path) -> None:
     assert progress_of_attempt(path, 3) == (3, -1), "the next attempt has done nothing yet"
     log.emit(Restore(t=0.0, step=1, path="x", seconds=0.0, skipped=[]))  # by a clock that is late
     assert progress_of_attempt(path, 3) == (3, 1)
+    log.emit(Eval(step=2, samples=1, seconds=0.0))
+    log.emit(
+        Save(step=1, path="x", seconds=0.0, bytes=1, blocked_seconds=0.0, error=None)
+    )  # in the background: it ends after the next step
+    assert progress_of_attempt(path, 3) == (3, 2)
     with path.open("a") as torn:
         torn.write(json.dumps({"kind": "eval", "step": 9})[:-3])
-    assert progress_of_attempt(path, 3) == (3, 1)
+    assert progress_of_attempt(path, 3) == (3, 2)
 
 
 def test_attempts_are_counted_over_launches(tmp_path: Path) -> None:
