@@ -211,13 +211,21 @@ ALGORITHMS: dict[str, Sections] = {
     "kto": {"kind": "kto", "loss_chunk": 32},
     "grpo": {"kind": "grpo", "group_size": 4, **ROLLOUT},
     "ppo": {"kind": "ppo", "epochs": 2, **ROLLOUT},
+    "embed": {"kind": "embed", "negatives": 1, "matryoshka": [16]},
+    "rerank": {"kind": "rerank", "negatives": 2},
 }
 for name, algorithm in ALGORITHMS.items():
-    architecture = SCORED if name == "reward model" else "llama"
+    architecture = SCORED if name in ("reward model", "rerank") else "llama"
     # Gradients of pairs and of advantages all but cancel: as in tests/distributed/rows.py.
     numbers = {"algorithm": algorithm, "optimizer": {"eps": 1e-4}, "rows": 48}
     fields = {"tolerance": 1e-4, "architecture": architecture}
     work(name, "fp32", numbers, "one device", "fsdp2 2", **fields)
+
+DEEPSEEK: dict[str, Any] = {"architecture": "deepseek_v3"}
+work("lora on experts", "bf16", LORA, "one device", "fsdp2 2", "ep 2", **DEEPSEEK)
+# Recurrent layers run document by document.
+work("hybrid, packed", "bf16", PACKED, "one device", "fsdp2 2", architecture="granitemoehybrid")
+work("encoder-decoder", "fp32", {}, "one device", "fsdp2 2", architecture="t5")
 
 BY_NAME = {row.name: row for row in ROWS}
 assert len(BY_NAME) == len(ROWS), "two rows have one name"
