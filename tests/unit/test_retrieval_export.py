@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from drumline.algorithms.embed.objective import pooling_weights
+from drumline.algorithms.embed.spec import EmbedConfig
 from drumline.checkpoint.save import Checkpointer
 from drumline.config.model import ModelConfig
 from drumline.data.cache import TokenCache
@@ -21,6 +23,7 @@ from drumline.models.export import export
 from drumline.models.head import compute_outputs
 from drumline.models.shards import canonical_tensors
 from drumline.plan.plan import Plan
+from drumline.planner.embedding import POOLINGS
 from tests.harness import Sections, retrieval_rows, write_config
 from tests.plans import resolve_plan
 from tests.tiny import tiny_model_dir, tiny_tokenizer
@@ -139,29 +142,52 @@ def test_sentence_transformers_gives_the_scores_of_a_reranker(
     torch.testing.assert_close(shares.float(), expected.sigmoid(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "pooling"), [("bert", "mean"), ("decoder", "lasttoken")])
-def test_the_files_of_an_embedding_model(tmp_path: Path, kind: str, pooling: str) -> None:
-    """They say to us and to sentence-transformers how its embeddings are made."""
-    plan, model = make_run(tmp_path, kind, EMBED)
-    out = tmp_path / "out"
+@dataclass(frozen=True)
+class Embedder:
+    """The export of an embedding model, its pooling, and what training makes of the held-out rows.
+
+    `expected`: embeddings of all queries, and then of all positives.
+    """
+
+    folder: Path
+    pooling: str
+    expected: torch.Tensor
+
+
+@pytest.fixture(name="embedder", scope="module", params=["bert", "decoder"])
+def make_embedder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Embedder:
+    root = tmp_path_factory.mktemp(f"embed-{request.param}")
+    plan, model = make_run(root, request.param, EMBED)
+    algorithm = plan.config.algorithm
+    assert isinstance(algorithm, EmbedConfig)
+    batch = held_out_batch(plan)
+    pooling = algorithm.pooling_of(plan.bidirectional)
+    weights_BT = pooling_weights(pooling, batch.lengths_B, batch.input_ids_BT.shape[1])
+    with torch.no_grad():
+        pooled_BD = compute_outputs(model, batch, None).pooled(weights_BT)
+    expected = functional.normalize(pooled_BD, dim=-1)[: 2 * HELD_OUT]
+    out = root / "out"
     export(Path(plan.run_dir), out, "last")
-    files = read_embedding_files(str(out), ModelConfig(id=str(out)))
+    return Embedder(out, pooling, expected)
+
+
+def test_the_files_of_an_embedding_model_say_how_it_embeds(embedder: Embedder) -> None:
+    """So a run that goes on from the export pools in the same way."""
+    files = read_embedding_files(str(embedder.folder), ModelConfig(id=str(embedder.folder)))
     assert files is not None
-    assert files.pooling == (pooling,)
+    assert [POOLINGS[name] for name in files.pooling] == [embedder.pooling]
     assert files.normalizes
     assert files.prompts == {"query": "q: ", "document": "d: "}
     assert not files.other_modules
 
+
+def test_sentence_transformers_gives_the_embeddings(embedder: Embedder) -> None:
     library = pytest.importorskip("sentence_transformers")
-    batch = held_out_batch(plan)
-    ours = plan.config.algorithm.pooling_of(plan.bidirectional)  # type: ignore[attr-defined]
-    weights_BT = pooling_weights(ours, batch.lengths_B, batch.input_ids_BT.shape[1])
-    with torch.no_grad():
-        pooled_BD = compute_outputs(model, batch, None).pooled(weights_BT)
-    expected = functional.normalize(pooled_BD, dim=-1)[: 2 * HELD_OUT]
     rows = retrieval_rows(HELD_OUT, seed=1)
-    reader = library.SentenceTransformer(str(out), device="cpu")
+    reader = library.SentenceTransformer(str(embedder.folder), device="cpu")
     queries = reader.encode([row["query"] for row in rows], prompt_name="query")
     answers = reader.encode([row["positive"] for row in rows], prompt_name="document")
     found = torch.cat([torch.as_tensor(queries), torch.as_tensor(answers)])
-    torch.testing.assert_close(found.float(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.float(), embedder.expected, rtol=1e-5, atol=1e-5)
