@@ -17,6 +17,7 @@ from tests.unit.conftest import Run
 
 RECIPES = {recipe.name: recipe for recipe in all_recipes()}
 TASKS = {"sft-full", "sft-lora", "sft-qlora", "dpo-full", "dpo-lora", "grpo-full", "grpo-lora"}
+TASKS |= {"embed-full"}
 SFT = "qwen3-8b_sft-qlora_1x24gb"
 
 
