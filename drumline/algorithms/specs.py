@@ -169,7 +169,11 @@ class RetrievalSpec(AlgorithmSpec):
 
     columns: ClassVar[str] = "`query`, `positive` and maybe `negative` (a text or a list)"
     best_by: ClassVar[dict[str, str]] = {"metric": "ndcg@10", "mode": "max"}
+    head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset()
+    library: ClassVar[str] = "sentence-transformers"
     writes: ClassVar[bool] = False
+    # Whether a query and a text stand in one row, into which both must fit.
+    joins_texts: ClassVar[bool] = False
     negatives: int = Field(
         0,
         ge=0,
@@ -191,6 +195,17 @@ class RetrievalSpec(AlgorithmSpec):
     def segment_names(self, segments: int) -> list[str]:
         negatives = [f"negative {number}" for number in range(1, segments - 1)]
         return ["query", "positive", *negatives][:segments]
+
+    def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
+        query_words = length
+        if self.joins_texts:
+            query_words = 1
+        negatives = [random_text(length) for _ in range(self.negatives)]
+        return {
+            "query": random_text(query_words),
+            "positive": random_text(length),
+            "negative": negatives,
+        }
 
 
 class PromptSpec(RolloutSpec):

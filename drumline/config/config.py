@@ -472,6 +472,8 @@ class Config(Section):
         needs_all = None
         if self.head == "embedding":
             needs_all = "the numbers by which equal texts are known"
+        elif self.algorithm.kind == "rerank":
+            needs_all = "checks for negatives"
         elif self.head not in ("lm", "score", "seq2seq"):
             needs_all = "its labels"
         elif self.algorithm.reference_of(self) == "precomputed":

@@ -16,6 +16,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from drumline.config.data import DataConfig
 from drumline.data.cache import TokenCache, cache_root
@@ -509,9 +510,18 @@ def encode_whole_text(tokenizer: Any, text: str, data: DataConfig, origin: str) 
         return None
     is_cut = len(tokens) > limit
     if is_cut:
-        tokenizer.truncation_side = data.truncation
-        tokens = tokenizer(text, truncation=True, max_length=limit)["input_ids"]
+        tokens = cut_text(tokenizer, text, data)
     return WholeText(without_targets(tokens), is_cut)
+
+
+def cut_text(tokenizer: Any, text: str, data: DataConfig) -> list[int]:
+    """Return the data.max_length tokens to which the tokenizer cuts a longer text.
+
+    The special tokens at its ends stay.
+    """
+    tokenizer.truncation_side = data.truncation
+    encoded = tokenizer(text, truncation=True, max_length=data.max_length)
+    return list(encoded["input_ids"])
 
 
 class LabelledTextEncoder:
@@ -557,6 +567,6 @@ class LabelledImageEncoder:
         return EncodedSample([without_targets([0])], meta)
 
 
-def without_targets(tokens: list[int]) -> TokenSegment:
+def without_targets(tokens: Sequence[int] | npt.NDArray[Any]) -> TokenSegment:
     """Return tokens of which none is a target."""
     return TokenSegment(np.asarray(tokens, np.int32), np.zeros(len(tokens), np.uint8))

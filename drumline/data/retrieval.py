@@ -93,7 +93,7 @@ class RetrievalRowEncoder:
             segments.append(encoded.segment)
             is_cut = is_cut or encoded.truncated
         # A meta, since the sample has no targets and is kept.
-        return EncodedSample(segments, {"negatives": len(negatives)}, is_cut)
+        return EncodedSample(segments, {"negatives": len(documents) - 1}, is_cut)
 
 
 class CandidateRowEncoder:
@@ -133,8 +133,9 @@ class CandidateRowEncoder:
                 is_cut = True
                 encoded = self._cut(values["query"], document, row.origin)
             segments.append(without_targets(encoded["input_ids"]))
-            types = encoded.get("token_type_ids", [])
-            starts.append(len(types) - sum(types))
+            types = encoded.get(TOKEN_TYPES, [])
+            # 0 for each token of the query, and then 1.
+            starts.append(types.count(0))
         meta: dict[str, Any] = {"negatives": len(documents) - 1}
         if TOKEN_TYPES in self.tokenizer.model_input_names:
             meta["starts"] = starts
@@ -171,13 +172,13 @@ def _require_texts(row: Row) -> None:
                 raise DataError(f"`{name}` has an empty text", where=row.origin, fix="take it out")
 
 
-def require_negatives(train: TokenCache) -> None:
-    """Raise DataError if no training sample has a negative."""
-    for sample in range(len(train)):
-        if train.meta(sample)["negatives"]:
+def require_negatives(cache: TokenCache, role: str) -> None:
+    """Raise DataError if no sample of a cache has a negative. `role`: training or held-out."""
+    for sample in range(len(cache)):
+        if cache.meta(sample)["negatives"]:
             return
-    what = f"none of the {len(train)} training rows has a negative: every text answers its query"
-    raise DataError(what, where="data.train", fix="add a column `negative`, a text or a list")
+    what = f"none of the {len(cache)} {role} rows has a negative: every text answers its query"
+    raise DataError(what, where="data", fix="add a column `negative`, a text or a list")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ import torch
 from drumline.config.data import DataConfig
 from drumline.data.batches import TokenBatch, collate, learned_segment, split_sides
 from drumline.data.cache import Segment
-from drumline.data.sources import Row, holds_images
+from drumline.data.encode import cut_text, refuse_images, without_targets
+from drumline.data.sources import Row
 from drumline.data.targets import EncodedSample, Encoder, TokenSegment, truncate
 from drumline.data.thoughts import without_thoughts
 from drumline.data.turns import as_messages
@@ -63,12 +64,7 @@ class Seq2SeqRowEncoder:
 
     def encode(self, row: Row) -> EncodedSample | None:
         """Return a row as two segments; None if it is dropped. Raises DataError."""
-        if holds_images(row):
-            raise DataError(
-                "this row holds images, and text alone is read here",
-                where=row.origin,
-                fix="read none of a column with `columns: {images: ''}`",
-            )
+        refuse_images(row)
         row = _with_prompt(row)
         if self.encoder.has_template:
             sides = self._render(row)
@@ -86,7 +82,7 @@ class Seq2SeqRowEncoder:
         if source is None or target is None or not target.target_count:
             return None
         if not self.encoder.has_template and len(sides.source.tokens) > limit:
-            source = self._cut_prompt(row.values["prompt"])
+            source = without_targets(cut_text(self.tokenizer, row.values["prompt"], self.data))
         sizes = len(sides.source.tokens) + len(sides.target.tokens)
         is_cut = len(source.tokens) + len(target.tokens) < sizes
         return EncodedSample(
@@ -99,7 +95,7 @@ class Seq2SeqRowEncoder:
         first_target = int(np.argmax(whole.learn))
         if not first_target or not whole.learn.any():
             raise DataError("the row has no answer behind a prompt", where=row.origin)
-        source = _without_targets(whole.tokens[:first_target])
+        source = without_targets(whole.tokens[:first_target])
         completion = whole.tokens[first_target:]
         learn = whole.learn[first_target:]
         return _Sides(source, self._target(completion, learn, whole.hides_reasoning))
@@ -112,9 +108,10 @@ class Seq2SeqRowEncoder:
             self.encoder.require_template("`prompt` and `completion` hold messages", row)
         if self.data.reasoning == "drop":
             completion = without_thoughts(completion, "the answer", row.origin)
-        source = self._ids(prompt)
-        if not source:
+        # Special tokens would hide that.
+        if not prompt.strip():
             raise DataError("the prompt is empty", where=row.origin, fix="take the row out")
+        source = self._ids(prompt)
         target = self._ids(completion, is_target=True)
         if target[:1] == [self.decoder_start]:
             # The decoder begins with it in any case.
@@ -127,7 +124,7 @@ class Seq2SeqRowEncoder:
             target.append(eos)
         ids = np.asarray(target, np.int32)
         learn = np.ones(len(ids), np.uint8)
-        return _Sides(_without_targets(np.asarray(source, np.int32)), self._target(ids, learn))
+        return _Sides(without_targets(source), self._target(ids, learn))
 
     def _ids(self, text: str, is_target: bool = False) -> list[int]:
         """Return the tokens of a text, with the special tokens of its side."""
@@ -137,12 +134,6 @@ class Seq2SeqRowEncoder:
             name = "text_target"
         encoded = self.tokenizer(**{name: text}, return_attention_mask=False, verbose=False)
         return list(encoded["input_ids"])
-
-    def _cut_prompt(self, prompt: str) -> TokenSegment:
-        """Return a prompt that the tokenizer has cut, which keeps the special tokens at its ends."""
-        self.tokenizer.truncation_side = self.data.truncation
-        encoded = self.tokenizer(prompt, truncation=True, max_length=self.data.max_length)
-        return _without_targets(np.asarray(encoded["input_ids"], np.int32))
 
     def _target(self, ids: Any, learn: Any, hides_reasoning: bool = False) -> TokenSegment:
         """Return a completion behind the decoder's first token."""
@@ -175,11 +166,6 @@ def _with_prompt(row: Row) -> Row:
         )
     parts = {"prompt": messages[:-1], "completion": messages[-1:], "tools": values.get("tools")}
     return Row(row.origin, parts)
-
-
-def _without_targets(ids: Any) -> TokenSegment:
-    """Return tokens of which none is a target."""
-    return TokenSegment(ids.astype(np.int32), np.zeros(len(ids), np.uint8))
 
 
 @dataclass(frozen=True)

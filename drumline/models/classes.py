@@ -10,8 +10,10 @@ from drumline.errors import ModelError
 
 # Keys of dropout probabilities.
 DROPOUT_KEYS = re.compile(
-    r"(.*_)?dropout(_prob|_rate)?|(attn|embd|resid|summary_first)_(pdrop|dropout)"
+    r"(.*_)?dropout(_prob|_rate)?|(attn|emb|embd|resid|summary_first)_(pdrop|dropout)"
 )
+# Keys of other random changes in training: layers that are left out, and noise of routers.
+NOISE_KEYS = re.compile(r"(.*_)?layerdrop|(.*_)?jitter_noise|drop_path_rate")
 CLASSES = "single_label_classification"
 # transformers allows a single logit only under this name.
 ONE_LOGIT = "regression"
@@ -95,6 +97,22 @@ def is_encoder_decoder(config: Any) -> bool:
     return bool(getattr(config, "is_encoder_decoder", False))
 
 
+def require_text_trunk(config: Any) -> None:
+    """Raise ModelError for a model of whose hidden states no embedding of a text is made.
+
+    Its config describes images beside text, or a decoder that reads an encoder.
+    """
+    if getattr(config, "vision_config", None) is not None:
+        reason = "reads images beside text"
+    elif is_encoder_decoder(config):
+        reason = "has an encoder and a decoder"
+    else:
+        return
+    what = f"{config.model_type} {reason}, and embeddings are trained of one stack that reads text"
+    fix = "name an encoder such as BERT, or a language model of text"
+    raise ModelError(what, where="model", fix=fix)
+
+
 def decoder_start(config: Any) -> int | None:
     """Return the id of the token that the decoder beside an encoder begins with; None: not known."""
     start: int | None = getattr(config, "decoder_start_token_id", None)
@@ -130,8 +148,8 @@ def set_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
     """Set the number and names of the head's logits in a config, and return it.
 
     A score is one logit without a name. `labels`: the classes; empty: as many as the config has.
-    With the head `embedding` there are no logits, and dropout is switched off: each text is embedded
-    twice, and the gradient of the loss is that of the first embedding.
+    With the head `embedding` there are no logits, and dropout and other noise is switched off: each
+    text is embedded twice, and the gradient of the loss is that of the first embedding.
     """
     # By this key of transformers `ends_in_classes` recognises a built model.
     config.problem_type = None
@@ -141,7 +159,7 @@ def set_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
             config.problem_type = ONE_LOGIT
     if head == "embedding":
         for part in (config, config.get_text_config()):
-            _switch_off_dropout(part)
+            _switch_off_noise(part)
     if head == "score":
         config.num_labels = 1
     elif head not in LM and labels:
@@ -150,10 +168,11 @@ def set_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
     return config
 
 
-def _switch_off_dropout(config: Any) -> None:
-    """Set each probability of dropout in a config to 0."""
+def _switch_off_noise(config: Any) -> None:
+    """Set what makes forwards of training differ in a config to 0: dropout, and what is like it."""
     for key, value in config.to_dict().items():
-        if DROPOUT_KEYS.fullmatch(key) and isinstance(value, int | float):
+        is_random = DROPOUT_KEYS.fullmatch(key) or NOISE_KEYS.fullmatch(key)
+        if is_random and isinstance(value, int | float):
             setattr(config, key, 0.0)
 
 

@@ -45,6 +45,7 @@ from drumline.models.classes import (
     is_encoder,
     is_encoder_decoder,
     is_vision_language,
+    require_text_trunk,
     values_by_layer,
 )
 from drumline.models.cut_trial import try_cut
@@ -281,6 +282,8 @@ def build_without_memory(
     `path`, `source`: the model's folder and options, for errors. `options`: of `from_config`.
     Raises ModelError for a config that describes no model.
     """
+    if head == "embedding":
+        require_text_trunk(config)
     # The class is in the model's own code. The user has agreed to run it: without that the config
     # could not have been loaded.
     is_remote = type(config).__module__.startswith("transformers_modules")

@@ -348,6 +348,7 @@ qwen2.5-32b  Qwen/Qwen2.5-32B 5120 27648 64 40 8 152064 131072
 qwen2.5-72b  Qwen/Qwen2.5-72B 8192 29568 80 64 8 152064 131072
 [qwen3 head_dim=128 tie_word_embeddings=true]
 qwen3-0.6b Qwen/Qwen3-0.6B 1024 3072 28 16 8 151936 40960
+qwen3-embedding-0.6b Qwen/Qwen3-Embedding-0.6B 1024 3072 28 16 8 151669 32768
 qwen3-1.7b Qwen/Qwen3-1.7B 2048 6144 28 16 8 151936 40960
 qwen3-4b   Qwen/Qwen3-4B   2560 9728 36 32 8 151936 40960
 qwen3-4b-2507 Qwen/Qwen3-4B-Instruct-2507 2560 9728 36 32 8 151936 262144

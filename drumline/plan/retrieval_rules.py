@@ -42,6 +42,14 @@ def _embeddings(case: Case) -> Iterator[Refusal]:
             "a query is compared with documents of all ranks, and each rank would embed them by weights of its own",
             "use strategy=ddp or fsdp2",
         )
+    reads_first_token = getattr(config.algorithm, "pooling", None) == "cls"
+    if case.facts is not None and reads_first_token and not case.facts.bidirectional:
+        yield Refusal(
+            "pooling=cls × a causal model",
+            "its first token sees none of the text behind it, so all texts would have one embedding",
+            "use algorithm.pooling=last or mean",
+            "algorithm.pooling",
+        )
     if config.adapter.kind == "lora" and config.adapter.dropout > 0:
         yield Refusal(
             "embeddings × adapter.dropout",

@@ -32,6 +32,7 @@ from drumline.plan.plan import DataPlan, RolePlan
 from drumline.plan.unadapted import describe_unadapted, find_unadapted
 from drumline.planner.adapter_size import describe_adapter
 from drumline.planner.cluster import cluster_of
+from drumline.planner.embedding import resolve_embedding
 from drumline.planner.new_tokens import (
     model_from_known_shape,
     vocabulary_notes,
@@ -241,6 +242,7 @@ def build_request(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
     notes += vocabulary_notes(config, policy)
     if may_have_encoder(config, policy):
         config = resolve_seq2seq(config, policy.hf_config, notes.extend)
+    config = resolve_embedding(config, policy, notes.extend)
     config = with_trainable_token_embeddings(config, policy)
     data = _data(config, policy, loaded, notes)
     roles = roles_of(config, policy, lambda model: find_model(model, on_progress))

@@ -72,6 +72,7 @@ from drumline.plan.rules import NO_PACKING
 from drumline.plan.strategy_engine import engine_spec
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
+from drumline.planner.embedding import resolve_embedding
 from drumline.planner.faults import MTBF_HOURS, run_under_faults
 from drumline.planner.new_tokens import vocabulary_notes, with_trainable_token_embeddings
 from drumline.planner.question import (
@@ -124,6 +125,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     policy = find_model(config.model, on_progress, weights=True)
     notes(vocabulary_notes(config, policy))
     config = resolve_seq2seq(config, policy.hf_config, notes)
+    config = resolve_embedding(config, policy, notes)
     config = with_trainable_token_embeddings(config, policy)
     if not config.images_alone:
         tokenizer = load_tokenizer(policy.path, config.model)

@@ -827,6 +827,15 @@ CASES += [
         ("ddp 2", "ddp 2, activation checkpointing", *ENGINES),
         "t5",
     ),
+    # Some entries of its factors have gradients of 1e-6 and less. With an epsilon of 1e-6 other
+    # micro-batches alone move weights of one process 1.6e-5 apart, all of it in such entries; with
+    # 1e-4 it is 1.7e-6.
+    Case(
+        "t5, lora",
+        {"rows": 48, **FRESH},
+        ("ddp 2, accumulation 4", "fsdp2 2, accumulation 4"),
+        "t5",
+    ),
 ]
 LOW_CASE = next(case for case in CASES if case.name == "clipped hard")
 PAIRS: list[tuple[Row, Case]] = []

@@ -413,6 +413,7 @@ def test_two_runs_do_not_share_blocks(tmp_path: Path) -> None:
             "cap is a part of an epoch",
         ),
         ({"algorithm": "classify"}, "its labels need all of them"),
+        ({"algorithm": "rerank"}, "checks for negatives need all of them"),
         ({"algorithm": "dpo"}, "precomputed"),
         ({"algorithm": "grpo"}, "prompts are dealt by algorithm.curriculum"),
     ],

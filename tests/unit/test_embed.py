@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from transformers import AutoConfig
 
 from drumline.algorithms.embed import contrast, ranking
 from drumline.algorithms.embed.contrast import InfoNCE
@@ -24,17 +25,22 @@ from drumline.algorithms.embed.folder import sentence_transformers_files
 from drumline.algorithms.embed.objective import Embed, pooling_weights
 from drumline.algorithms.embed.ranking import RANKED, rank_documents
 from drumline.algorithms.embed.spec import EmbedConfig
+from drumline.config.config import Config
 from drumline.config.data import RETRIEVAL_FORMS, DataConfig, FileSource
 from drumline.config.load import load_values
+from drumline.config.model import ModelConfig
 from drumline.data.batches import FirstPassNumbers, WholeTextBatch
 from drumline.data.retrieval import RetrievalRowEncoder, text_id
 from drumline.data.sources import Row, read_rows
-from drumline.errors import DataError, PlanError
+from drumline.errors import DataError, ModelError, PlanError
+from drumline.models.classes import set_classes
 from drumline.models.head import Outputs
 from drumline.models.load import facts
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
 from drumline.planner.cost.memory import memory
+from drumline.planner.embedding import resolve_embedding
+from drumline.planner.sizes import FoundModel
 from tests.tiny import tiny_tokenizer
 from tests.unit.test_planner_times import cluster, layout, model
 
@@ -113,6 +119,69 @@ def test_a_text_that_answers_is_no_negative(
     expected = compare(embeddings_NRD, missing_NR, False)
     torch.testing.assert_close(found.loss_N[0], expected.loss_N[0])
     assert found.loss_N[0] < compare(embeddings_NRD, ids_NR, False).loss_N[0]
+
+
+def test_a_text_that_answers_is_no_negative_wherever_it_stands(
+    embeddings_NRD: torch.Tensor, ids_NR: torch.Tensor
+) -> None:
+    """The positive of a sample with the same query also stands beside another query."""
+    compare = InfoNCE(TEMPERATURE, normalize=True).compare
+    same_NR = ids_NR.clone()
+    same_NR[3, 0] = same_NR[0, 0]
+    same_NR[6, 1] = same_NR[3, 1]
+    missing_NR = ids_NR.clone()
+    for sample, text in ((3, 1), (6, 1)):
+        missing_NR[sample, text] = -1
+    found = compare(embeddings_NRD, same_NR, False)
+    expected = compare(embeddings_NRD, missing_NR, False)
+    torch.testing.assert_close(found.loss_N[0], expected.loss_N[0])
+
+
+def test_a_query_is_no_negative_of_itself(
+    embeddings_NRD: torch.Tensor, ids_NR: torch.Tensor
+) -> None:
+    """As in pairs of paraphrases, in which one sample's positive is another one's query."""
+    compare = InfoNCE(TEMPERATURE, normalize=True).compare
+    same_NR = ids_NR.clone()
+    same_NR[3, 1] = same_NR[0, 0]
+    missing_NR = ids_NR.clone()
+    missing_NR[3, 1] = -1
+    found = compare(embeddings_NRD, same_NR, False)
+    expected = compare(embeddings_NRD, missing_NR, False)
+    torch.testing.assert_close(found.loss_N[0], expected.loss_N[0])
+
+
+def test_the_gradient_of_dot_products(embeddings_NRD: torch.Tensor, ids_NR: torch.Tensor) -> None:
+    found = InfoNCE(3.0, normalize=False).compare(embeddings_NRD, ids_NR, True)
+    leaf_NRD = embeddings_NRD.clone().requires_grad_()
+    documents_MD = leaf_NRD[:, 1:].flatten(0, 1)
+    scores_NM = leaf_NRD[:, 0] @ documents_MD.T / 3.0
+    is_missing_M = ids_NR[:, 1:].flatten() < 0
+    scores_NM = scores_NM.masked_fill(is_missing_M, -torch.inf)
+    positives_N = torch.arange(SAMPLES) * (TEXTS - 1)
+    functional.cross_entropy(scores_NM, positives_N, reduction="sum").backward()
+    torch.testing.assert_close(found.gradient_NRD, leaf_NRD.grad)
+
+
+def test_a_model_that_embeds_all_texts_alike_finds_nothing(ids_NR: torch.Tensor) -> None:
+    same_NRD = torch.ones(SAMPLES, TEXTS, WIDTH)
+    found = InfoNCE(TEMPERATURE, normalize=True).compare(same_NRD, ids_NR, False)
+    assert not found.correct_N.any()
+    totals = rank_documents(functional.normalize(same_NRD, dim=-1), ids_NR).sum(0)
+    assert totals.tolist() == [SAMPLES, 0, 0, 0]
+
+
+def test_a_query_is_not_looked_for_among_the_documents(
+    embeddings_NRD: torch.Tensor, ids_NR: torch.Tensor
+) -> None:
+    """The first sample's query is the third one's positive, so the most similar document is itself."""
+    embeddings_NRD = embeddings_NRD.clone()
+    ids_NR = ids_NR.clone()
+    ids_NR[3, 1] = ids_NR[0, 0]
+    embeddings_NRD[3, 1] = embeddings_NRD[0, 0]
+    embeddings_NRD[0, 1] = embeddings_NRD[0, 0] + 0.01
+    unit_NRD = functional.normalize(embeddings_NRD, dim=-1)
+    assert rank_documents(unit_NRD, ids_NR)[0].tolist() == [1, 1, 1, 1]
 
 
 def rank_by_loops(unit_NRD: torch.Tensor, ids_NR: torch.Tensor) -> dict[str, float]:
@@ -216,6 +285,42 @@ def test_micro_batches_have_the_gradient_of_one_large_batch() -> None:
         total += float(result.loss_sum.detach())
     assert total == pytest.approx(float(loss.detach()), rel=1e-6)
     torch.testing.assert_close(cut.grad, whole.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_similarities_are_not_rounded_to_tf32() -> None:
+    """Whatever the model's products are computed in."""
+    seen = []
+
+    class Watched(InfoNCE):
+        def compare(self, *arguments: Any, **options: Any) -> contrast.Contrast:
+            seen.append(torch.backends.cuda.matmul.allow_tf32)
+            return super().compare(*arguments, **options)
+
+    algorithm = Embed(EmbedConfig())
+    algorithm.contrast = Watched(TEMPERATURE, normalize=True)
+    numbers_NK = torch.rand(3, 2 * WIDTH + 2, dtype=torch.float64)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        algorithm.combine_first(numbers_NK, trains=True)
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert seen == [False]
+
+
+def test_fillers_take_nothing_from_the_last_sample() -> None:
+    """A filler's place is -1; what is not finite there does not spread."""
+    statistics_NK = torch.tensor([[1.0, 1.0, 0.5, 0, 0, 0, 0], [math.nan] * 7], dtype=torch.float64)
+    batch = replace(
+        batch_of(torch.zeros(4, 1, WIDTH), torch.tensor([[0.0, 1.0], [-1.0, -1.0]])),
+        real_P=torch.tensor([1.0, 0.0]),
+        first=FirstPassNumbers(statistics_NK),
+        places_P=torch.tensor([0, -1]),
+    )
+    out = Embed(EmbedConfig()).eval_objective(Outputs(), batch)
+    assert float(out.loss_sum) == 1
+    assert float(out.sums["similarity"]) == 0.5
 
 
 def test_pooling() -> None:
@@ -336,6 +441,9 @@ BERT = {
 }
 
 
+LLAMA = {"config": {**BERT, "model_type": "llama", "num_key_value_heads": 2}}
+
+
 def case(strategy: Any = "single", world: int = 1, **sections: Any) -> Case:
     from drumline.models.load import load_config
 
@@ -364,11 +472,38 @@ def case(strategy: Any = "single", world: int = 1, **sections: Any) -> Case:
             lambda: case(algorithm={"kind": "embed", "matryoshka": [32]}),
             "matryoshka × the width of the model",
         ),
+        (
+            lambda: case(model=LLAMA, algorithm={"kind": "embed", "pooling": "cls"}),
+            "pooling=cls × a causal model",
+        ),
     ],
 )
 def test_refused(made: Callable[[], Case], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         check_rules(made())
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("qwen3_vl", "reads images beside text"), ("t5", "has an encoder and a decoder")],
+)
+def test_models_without_one_stack_of_text_are_refused(tmp_path: Path, kind: str, says: str) -> None:
+    """Before their data are prepared, and as their sizes are counted."""
+    config = AutoConfig.for_model(kind)
+    with pytest.raises(ModelError, match=f"{kind} {says}"):
+        facts(config, 32, head="embedding")
+    config.save_pretrained(tmp_path)
+    model = FoundModel(ModelConfig(id=str(tmp_path)), str(tmp_path))
+    with pytest.raises(ModelError, match=f"{kind} {says}"):
+        resolve_embedding(config_of({}), model, list)
+
+
+def test_nothing_of_a_model_is_random() -> None:
+    """Each text is embedded twice. OPT leaves out layers, and Mixtral's router has noise."""
+    for kind, key in (("opt", "layerdrop"), ("mixtral", "router_jitter_noise")):
+        config = AutoConfig.for_model(kind, **{key: 0.5, "attention_dropout": 0.1})
+        set_classes(config, "embedding", ())
+        assert (getattr(config, key), config.attention_dropout) == (0, 0)
 
 
 def test_facts_of_an_encoder() -> None:
@@ -399,6 +534,97 @@ def test_the_first_pass_is_planned() -> None:
 
 def test_a_batch_has_no_targets() -> None:
     assert WholeTextBatch.weigh(None, np.arange(5)) == 5  # type: ignore[arg-type]
+
+
+def pooled_by(root: Path, pooling: dict[str, Any], *modules: str) -> FoundModel:
+    """A model whose files say how embeddings are made; `modules`: those beside the pooling."""
+    listed = []
+    for name in ("Transformer", "Pooling", *modules):
+        path = "1_Pooling" if name == "Pooling" else ""
+        listed.append({"path": path, "type": f"sentence_transformers.models.{name}"})
+    (root / "modules.json").write_text(json.dumps(listed))
+    (root / "1_Pooling").mkdir()
+    (root / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (root / "config.json").write_text(json.dumps(BERT))
+    return FoundModel(ModelConfig(id=str(root)), str(root))
+
+
+def config_of(algorithm: dict[str, Any]) -> Config:
+    values = {"data": {"train": ["rows.jsonl"]}, "algorithm": {"kind": "embed", **algorithm}}
+    return load_values(values, []).config
+
+
+def resolve(model: FoundModel, **algorithm: Any) -> tuple[str, list[str]]:
+    """Return the pooling that is trained, and what the user is told."""
+    lines: list[str] = []
+    config = resolve_embedding(config_of(algorithm), model, lines.extend)
+    return config.algorithm.pooling, lines  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
+        {"embedding_dimension": 32, "pooling_mode": "cls"},
+    ],
+)
+def test_the_pooling_of_the_models_files_is_taken(tmp_path: Path, values: dict[str, Any]) -> None:
+    """Older versions of sentence-transformers write a key a way to pool, newer ones its name."""
+    model = pooled_by(tmp_path, values, "Normalize")
+    pooling, lines = resolve(model)
+    assert pooling == "cls"
+    assert lines == ["algorithm.pooling: cls, as 1_Pooling/config.json of the model says"]
+    # What was resolved stays, and is not said again.
+    assert resolve(model, pooling="cls") == ("cls", [])
+
+
+def test_a_pooling_that_was_set_wins(tmp_path: Path) -> None:
+    """So do other keys. Where the model's files say something else, the user is told."""
+    values = {"pooling_mode_lasttoken": True, "include_prompt": False}
+    model = pooled_by(tmp_path, values, "Dense", "Normalize")
+    settings = {"prompts": {"query": "ask: ", "document": ""}}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    pooling, lines = resolve(model, pooling="mean", normalize=False, query_prompt="q: ")
+    assert pooling == "mean"
+    assert lines == [
+        "algorithm.pooling is mean, and 1_Pooling/config.json of the model says lasttoken",
+        "algorithm.normalize is false, and the model's files normalise embeddings",
+        "the model's files have a module Dense, which is neither trained nor exported",
+        "prompts count in the pooling, and the model's files leave them out of it",
+        "algorithm.query_prompt is 'q: ', and the model's files have 'ask: '",
+    ]
+
+
+@pytest.mark.parametrize("values", [{"pooling_mode": "max"}, {"pooling_mode": ["cls", "mean"]}])
+def test_a_pooling_that_embed_lacks_is_not_replaced_unasked(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    model = pooled_by(tmp_path, values)
+    with pytest.raises(ModelError, match="which embed does not train — set algorithm"):
+        resolve(model)
+    pooling, lines = resolve(model, pooling="mean")
+    assert pooling == "mean"
+    assert len(lines) == 1
+
+
+def test_a_model_without_such_files_decides_by_its_kind(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BERT))
+    model = FoundModel(ModelConfig(id=str(tmp_path)), str(tmp_path))
+    assert resolve(model) == ("auto", [])
+
+
+@pytest.mark.parametrize("algorithm", [{"kind": "embed"}, {"kind": "rerank"}])
+def test_random_rows_fill_each_segment(algorithm: dict[str, Any]) -> None:
+    """`plan --probe` trains on them."""
+    spec = config_of({**algorithm, "negatives": 2}).algorithm
+    values: dict[str, Any] = {"train": ["rows.jsonl"], "max_length": 32, "truncation": "right"}
+    row = spec.random_row(lambda number: "drum " * number, 32)
+    assert row is not None
+    encoder = spec.encoder(tiny_tokenizer(), DataConfig.model_validate(values))
+    sample = encoder.encode(Row("here", row))
+    assert len(sample.segments) == spec.rows_per_sample
+    for segment in sample.segments:
+        assert len(segment.tokens) == 32
 
 
 def test_files_of_sentence_transformers() -> None:

@@ -10,16 +10,19 @@ import pytest
 from drumline.config.data import FileSource
 from drumline.config.load import load
 from drumline.models.shapes import find
+from drumline.planner.question import find_model
 from drumline.planner.recipes import all_recipes, predict, with_prediction
+from drumline.planner.sizes import sizes_of
 from tests.unit.conftest import Run
 
 RECIPES = {recipe.name: recipe for recipe in all_recipes()}
 TASKS = {"sft-full", "sft-lora", "sft-qlora", "dpo-full", "dpo-lora", "grpo-full", "grpo-lora"}
+TASKS |= {"embed-full"}
 SFT = "qwen3-8b_sft-qlora_1x24gb"
 
 
-def test_there_are_thirty_for_all_tasks_and_machines() -> None:
-    assert len(RECIPES) == 30
+def test_there_are_thirty_or_more_for_all_tasks_and_machines() -> None:
+    assert len(RECIPES) >= 30
     assert {recipe.task for recipe in RECIPES.values()} >= TASKS
     machines = {recipe.machine for recipe in RECIPES.values()}
     assert machines == {"1x24gb", "1x80gb", "8x80gb", "2x8x80gb"}
@@ -55,6 +58,22 @@ def test_the_name_of_a_recipe_says_what_is_in_it(name: str) -> None:
         devices = f"{config.cluster.nodes}x{devices}"
     assert recipe.machine.startswith(devices)
     assert f"--recipe {name} " in recipe.path.read_text()
+
+
+def test_one_card_trains_adapters_of_experts() -> None:
+    """`targets: all-linear` includes the experts, which are most of a mixture."""
+    config = load(RECIPES["qwen3-30b-a3b_sft-qlora_1x80gb"].path, []).config
+    assert config.cluster is not None
+    assert config.cluster.per_node == 1
+    found = find_model(config.model, lambda *_: None)
+    sizes = sizes_of(found, config.data.max_length, config.head, adapter=config.adapter)
+    factors = 0
+    for weight in sizes.block_weights[0]:
+        if ".experts." in weight.name and weight.trainable:
+            factors += weight.numel
+    # Of each expert: r numbers for each input and output of gate and up together, and of down.
+    hidden, inner, r = 2048, 768, 16
+    assert factors == 128 * r * ((hidden + 2 * inner) + (inner + hidden))
 
 
 def test_a_copy_has_the_users_data_and_model(run: Run, tmp_path: Path) -> None:

@@ -9,10 +9,15 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from drumline.algorithms.rerank.objective import Rerank, listwise_loss, pointwise_loss
+from drumline.algorithms.rerank.objective import (
+    Rerank,
+    listwise_loss,
+    pointwise_loss,
+    rank_sums,
+)
 from drumline.algorithms.rerank.spec import RerankConfig
 from drumline.config.data import DataConfig
-from drumline.data.retrieval import CandidateRowEncoder, require_negatives
+from drumline.data.retrieval import CandidateRowEncoder
 from drumline.data.sources import Row
 from drumline.errors import DataError, PlanError
 from drumline.models.head import Outputs
@@ -42,6 +47,16 @@ def test_listwise_loss_is_that_of_plain_loops() -> None:
     second = -math.log(math.exp(2.0) / (math.exp(2.0) + math.exp(0.3)))
     found = listwise_loss(LOGITS_PC, PRESENT_PC).tolist()
     assert found == pytest.approx([first, second, 0.0])
+
+
+def test_a_sample_without_a_negative_is_not_ranked() -> None:
+    """Its positive would be first whatever the model says."""
+    logits_PC = torch.tensor([[0.5, 1.0, -1.0], [2.0, 0.0, 0.0]])
+    present_PC = torch.tensor([[True, True, True], [True, False, False]])
+    sums = rank_sums(logits_PC, present_PC)
+    assert {name: float(value) for name, value in sums.items()} == pytest.approx(
+        {"ranked": 1, "first": 0, "reciprocal": 1 / 2, "discounted": 1 / math.log2(3)}
+    )
 
 
 @pytest.mark.parametrize("loss", ["pointwise", "listwise"])
@@ -108,8 +123,12 @@ def test_rows_without_negatives_teach_nothing() -> None:
         def meta(self, sample: int) -> dict[str, int]:
             return {"negatives": 0}
 
+    spec = RerankConfig()
     with pytest.raises(DataError, match="none of the 2 training rows has a negative"):
-        require_negatives(Cache())  # type: ignore[arg-type]
+        spec.check_rows(Cache())
+    # Nor is there anything to rank.
+    with pytest.raises(DataError, match="none of the 2 held-out rows has a negative"):
+        spec.classes(Cache(), [Cache()])
 
 
 @pytest.mark.parametrize("strategy", ["pp", "cp"])

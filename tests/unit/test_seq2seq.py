@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
@@ -196,6 +197,23 @@ def test_rows_that_are_refused() -> None:
         encoder(learn_on="all")
     with pytest.raises(ConfigError, match=r"data\.reasoning"):
         encoder(reasoning="mask")
+
+
+def test_an_empty_prompt_is_refused_also_between_special_tokens() -> None:
+    using = encoder()
+    eos = using.tokenizer.eos_token
+    using.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {eos}", special_tokens=[(eos, using.tokenizer.eos_token_id)]
+    )
+    assert using.tokenizer("")["input_ids"]
+    with pytest.raises(DataError, match="here:1: the prompt is empty"):
+        using.encode(Row("here:1", {"prompt": " ", "completion": "five"}))
+
+
+def test_images_are_refused_as_of_other_models_of_text() -> None:
+    row = Row("here:1", {"prompt": "a", "completion": "b", "images": ["a.png"]})
+    with pytest.raises(DataError, match="holds images, and text alone is read here"):
+        encoder().encode(row)
 
 
 def config_of(*overrides: str) -> Any:

@@ -6,7 +6,8 @@ M = N · (R − 1) documents: the positives and negatives of all samples, sample
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,8 +39,8 @@ class Contrast(NamedTuple):
 class InfoNCE:
     """InfoNCE (van den Oord et al. 2018) with the negatives of all samples.
 
-    A document is no negative of a query if it is the same text as the query's positive, or the
-    positive of another sample with the same query.
+    A document is no negative of a query if any sample has both texts as its query and its positive,
+    or if it is the query's own text.
 
     Attributes:
         temperature: similarities are divided by it.
@@ -119,19 +120,49 @@ class InfoNCE:
         excluded_QM.scatter_(1, positive_Q1, False)
         logits_QM = (similarity_QM / self.temperature).masked_fill(excluded_QM, -torch.inf)
         loss_Q = functional.cross_entropy(logits_QM, positive_Q, reduction="none")
-        correct_Q = logits_QM.argmax(1) == positive_Q
+        # The positive is one of them.
+        as_similar_Q = (logits_QM >= logits_QM.gather(1, positive_Q1)).sum(1)
+        correct_Q = as_similar_Q == 1
         similarity_Q = similarity_QM.gather(1, positive_Q1).squeeze(1)
         return Contrast(loss_Q, correct_Q, similarity_Q, None)
 
 
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Compute fp32 matrix products within the context in fp32, whatever `precision.tf32` says.
+
+    TF32 keeps 10 bits, and a similarity is divided by a temperature: at 0.02 its rounding can
+    change a logit by 0.02.
+    """
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
 def _is_no_negative(ids_NR: torch.Tensor, queries: slice) -> torch.Tensor:
-    """Return bool[Q, M]: whether each document is missing or answers each of some queries."""
-    document_ids_M = ids_NR[:, 1:].flatten()
-    missing_M = document_ids_M < 0
-    has_same_text_QM = ids_NR[queries, 1, None] == document_ids_M
-    has_same_query_QN = ids_NR[queries, 0, None] == ids_NR[:, 0]
-    excluded_QM = missing_M | has_same_text_QM
-    # The first document of each sample is its positive.
-    per_sample = ids_NR.shape[1] - 1
-    excluded_QM[:, ::per_sample] |= has_same_query_QN
-    return excluded_QM
+    """Return bool[Q, M]: whether each document is missing, or answers each of some queries.
+
+    A text answers a query if some sample has both as its query and its positive, wherever else the
+    text stands. The query's own text is no negative either.
+    """
+    document_ids_M = ids_NR[:, 1:].flatten().contiguous()
+    query_ids_N = ids_NR[:, 0].contiguous()
+    positive_ids_N = ids_NR[:, 1].contiguous()
+    query_ids_Q1 = query_ids_N[queries, None]
+    # Each text by the place of its first copy among all documents in order: so the host does not
+    # wait for the device, as it would for the number of distinct texts.
+    sorted_ids_M = document_ids_M.sort().values
+    texts_M = torch.searchsorted(sorted_ids_M, document_ids_M)
+    answers_N = torch.searchsorted(sorted_ids_M, positive_ids_N)
+    has_same_query_QN = query_ids_Q1 == query_ids_N
+    answered_QM = torch.zeros(
+        len(has_same_query_QN), len(texts_M), dtype=torch.int32, device=ids_NR.device
+    )
+    answered_QM.index_add_(1, answers_N, has_same_query_QN.int())
+    is_answer_QM = answered_QM[:, texts_M] > 0
+    is_missing_M = document_ids_M < 0
+    is_query_QM = query_ids_Q1 == document_ids_M
+    return is_missing_M | is_answer_QM | is_query_QM

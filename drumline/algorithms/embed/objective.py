@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from drumline.algorithms.base import Algorithm, LossOut
-from drumline.algorithms.embed.contrast import InfoNCE
+from drumline.algorithms.embed.contrast import InfoNCE, exact_products
 from drumline.algorithms.embed.ranking import RANKED, rank_documents
 from drumline.algorithms.embed.spec import STATISTICS, EmbedConfig
 
@@ -49,30 +49,37 @@ class Embed(Algorithm):
         the loss, whether the positive is the most similar document, and its similarity. In an
         evaluation, for which N is the whole set, they are STATISTICS and RANKED.
         """
-        embeddings_NRD = numbers_NK[:, : -self.texts].float()
-        embeddings_NRD = embeddings_NRD.unflatten(1, (self.texts, -1))
+        flat_NK = numbers_NK[:, : -self.texts].float()
+        embeddings_NRD = flat_NK.unflatten(1, (self.texts, -1))
         ids_NR = numbers_NK[:, -self.texts :]
+        with exact_products():
+            return self._compare(embeddings_NRD, ids_NR, trains)
+
+    def _compare(
+        self, embeddings_NRD: torch.Tensor, ids_NR: torch.Tensor, trains: bool
+    ) -> torch.Tensor:
+        """Return the numbers of `combine_first` for embeddings, fp32, and numbers of their texts."""
         result = self.contrast.compare(embeddings_NRD, ids_NR, with_gradient=trains)
-        statistics_N3 = torch.stack(
-            [result.loss_N.double(), result.correct_N.double(), result.similarity_N.double()], 1
-        )
+        statistics = [result.loss_N, result.correct_N, result.similarity_N]
+        columns = [numbers_N.double() for numbers_N in statistics]
+        statistics_N3 = torch.stack(columns, 1)
         if result.gradient_NRD is not None:
             gradient_NK = result.gradient_NRD.flatten(1).double()
             return torch.cat([gradient_NK, statistics_N3], 1)
         if self.spec.normalize:
             embeddings_NRD = functional.normalize(embeddings_NRD, dim=-1)
-        return torch.cat([statistics_N3, rank_documents(embeddings_NRD, ids_NR)], 1)
+        ranked_N4 = rank_documents(embeddings_NRD, ids_NR)
+        return torch.cat([statistics_N3, ranked_N4], 1)
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
         """Return the loss of the samples. Its gradient is that of the whole global batch's loss."""
         embeddings_PRD = self._embed(outputs, batch)
-        numbers_PK = batch.first.numbers_NK[batch.places_P] * batch.real_P[:, None]
-        gradient_PRD = numbers_PK[:, :-STATISTICS].view(embeddings_PRD.shape)
-        carrier = (embeddings_PRD * gradient_PRD.float()).sum()
+        numbers_PK = _numbers_of_samples(batch)
+        gradient_PK = numbers_PK[:, :-STATISTICS].float()
+        gradient_PRD = gradient_PK.view(embeddings_PRD.shape)
+        carrier = (embeddings_PRD * gradient_PRD).sum()
         statistics_P3 = numbers_PK[:, -STATISTICS:]
-        sums = _statistics(statistics_P3, batch)
-        loss_P = statistics_P3[:, 0]
-        loss_sum = loss_P.sum()
+        loss_sum, sums = _statistics(statistics_P3, batch)
         # The carrier has the gradient, and is taken off the value.
         value = carrier.detach()
         slope = carrier - value
@@ -81,13 +88,12 @@ class Embed(Algorithm):
 
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
         """Return the loss against all documents of the set, with the sums of the ranking."""
-        numbers_PK = batch.first.numbers_NK[batch.places_P] * batch.real_P[:, None]
+        numbers_PK = _numbers_of_samples(batch)
         statistics_P3 = numbers_PK[:, :STATISTICS]
-        sums = _statistics(statistics_P3, batch)
-        for name, values_P in zip(RANKED, numbers_PK[:, STATISTICS:].unbind(1), strict=True):
-            sums[name] = values_P.sum()
-        loss_P = statistics_P3[:, 0]
-        loss_sum = loss_P.sum()
+        loss_sum, sums = _statistics(statistics_P3, batch)
+        ranked_K = numbers_PK[:, STATISTICS:].sum(0)
+        for name, value in zip(RANKED, ranked_K.unbind(), strict=True):
+            sums[name] = value
         return LossOut(loss_sum.float(), sums)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
@@ -138,7 +144,20 @@ def pooling_weights(kind: str, lengths_B: torch.Tensor, width: int) -> torch.Ten
     return is_first_T.expand(len(lengths_B), width).float()
 
 
-def _statistics(numbers_P3: torch.Tensor, batch: Any) -> dict[str, torch.Tensor]:
-    """Return the sums that `Embed.step_metrics` reads. `numbers_P3`: of each sample; 0 for fillers."""
-    _, correct, similarity = numbers_P3.sum(0).unbind()
-    return {"samples": batch.real_P.sum(), "correct": correct, "similarity": similarity}
+def _numbers_of_samples(batch: Any) -> torch.Tensor:
+    """Return what `Embed.combine_first` gave each sample of a batch, [P, K]; 0 for fillers."""
+    numbers_PK = batch.first.numbers_NK[batch.places_P]
+    # Fillers have the place -1, which is another sample's.
+    return numbers_PK.masked_fill(batch.real_P[:, None] == 0, 0)
+
+
+def _statistics(
+    statistics_P3: torch.Tensor, batch: Any
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the sum of the losses, and the sums that `Embed.step_metrics` reads.
+
+    `statistics_P3`: the STATISTICS of each sample; 0 for fillers.
+    """
+    loss_sum, correct, similarity = statistics_P3.sum(0).unbind()
+    sums = {"samples": batch.real_P.sum(), "correct": correct, "similarity": similarity}
+    return loss_sum, sums

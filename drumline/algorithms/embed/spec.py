@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from drumline.algorithms.specs import RetrievalSpec
-from drumline.config.algorithm import HeadOutput
 from drumline.config.data import DataConfig
 from drumline.config.model import Head
 from drumline.config.section import Above0
@@ -35,15 +33,13 @@ class EmbedConfig(RetrievalSpec):
         "recall@10",
         "ndcg@10",
     )
-    head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset()
-    library: ClassVar[str] = "sentence-transformers"
     task: ClassVar[str | None] = "sentence-similarity"
     objective: ClassVar[str] = "drumline.algorithms.embed.objective:Embed"
     kind: Literal["embed"] = "embed"
     pooling: Pooling = Field(
         "auto",
         description="Which hidden states become the embedding: the mean over all tokens, that of the last token, or of the first (cls)."
-        " auto: mean for an encoder, last for a causal model.",
+        " auto: what the model's files for sentence-transformers say; without these mean for an encoder, last for a causal model.",
     )
     normalize: bool = Field(
         True, description="Compare texts by cosine similarity; false: by the dot product."
@@ -123,13 +119,6 @@ class EmbedConfig(RetrievalSpec):
         prompts = {"query": self.query_prompt, "document": self.document_prompt}
         max_length = plan.config.data.max_length
         return sentence_transformers_files(pooling, self.normalize, prompts, hidden, max_length)
-
-    def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
-        return {
-            "query": random_text(length),
-            "positive": random_text(length),
-            "negative": [random_text(length) for _ in range(self.negatives)],
-        }
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
         from drumline.data.retrieval import placeholder_retrieval

@@ -30,29 +30,37 @@ class Rerank(Algorithm):
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
         """Return the loss summed over the samples, and sums over their ranks."""
-        logits_B = outputs.class_logits()[:, 0].float()
-        logits_PC = logits_B.view(self.candidates, -1).T
-        present_PC = batch.present_B.view(self.candidates, -1).T
+        logits_BC = outputs.class_logits()
+        logits_B = logits_BC.squeeze(1).float()
+        logits_PC = self._by_sample(logits_B)
+        present_PC = self._by_sample(batch.present_B)
         if self.spec.loss == "pointwise":
             loss_P = pointwise_loss(logits_PC, present_PC)
         else:
             loss_P = listwise_loss(logits_PC, present_PC)
-        loss_sum = (loss_P * batch.real_P).sum()
-        sums = _rank_sums(logits_PC.detach(), present_PC, batch.real_P)
-        return LossOut(loss_sum, sums)
+        loss_of_real_P = loss_P * batch.real_P
+        sums = rank_sums(logits_PC.detach(), present_PC)
+        sums["samples"] = batch.real_P.sum()
+        return LossOut(loss_of_real_P.sum(), sums)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Return the mean loss of a held-out sample, and the means of `step_metrics`."""
-        return {"loss": sums["loss"] / max(1.0, sums["samples"]), **self.step_metrics(sums)}
+        samples = max(1.0, sums["samples"])
+        return {"loss": sums["loss"] / samples, **self.step_metrics(sums)}
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return means over the samples of how their positives rank among their candidates."""
-        samples = max(1.0, sums["samples"])
+        """Return means over the samples that have a negative, by the rank of their positives."""
+        ranked = max(1.0, sums["ranked"])
         return {
-            "accuracy": sums["first"] / samples,
-            f"mrr@{CUTOFF}": sums["reciprocal"] / samples,
-            f"ndcg@{CUTOFF}": sums["discounted"] / samples,
+            "accuracy": sums["first"] / ranked,
+            f"mrr@{CUTOFF}": sums["reciprocal"] / ranked,
+            f"ndcg@{CUTOFF}": sums["discounted"] / ranked,
         }
+
+    def _by_sample(self, values_B: torch.Tensor) -> torch.Tensor:
+        """Return values of rows [B] by sample, [P, C]."""
+        values_CP = values_B.view(self.candidates, -1)
+        return values_CP.T
 
 
 def pointwise_loss(logits_PC: torch.Tensor, present_PC: torch.Tensor) -> torch.Tensor:
@@ -63,8 +71,9 @@ def pointwise_loss(logits_PC: torch.Tensor, present_PC: torch.Tensor) -> torch.T
     targets_PC = torch.zeros_like(logits_PC)
     targets_PC[:, 0] = 1
     losses_PC = functional.binary_cross_entropy_with_logits(logits_PC, targets_PC, reduction="none")
+    losses_of_present_PC = losses_PC * present_PC
     counts_P = present_PC.sum(1).clamp(min=1)
-    return (losses_PC * present_PC).sum(1) / counts_P
+    return losses_of_present_PC.sum(1) / counts_P
 
 
 def listwise_loss(logits_PC: torch.Tensor, present_PC: torch.Tensor) -> torch.Tensor:
@@ -76,23 +85,31 @@ def listwise_loss(logits_PC: torch.Tensor, present_PC: torch.Tensor) -> torch.Te
     absent_PC = ~present_PC
     absent_PC[:, 0] = False
     scores_PC = logits_PC.masked_fill(absent_PC, -torch.inf)
-    return -functional.log_softmax(scores_PC, 1)[:, 0]
+    log_shares_PC = functional.log_softmax(scores_PC, 1)
+    return -log_shares_PC[:, 0]
 
 
-def _rank_sums(
-    logits_PC: torch.Tensor, present_PC: torch.Tensor, real_P: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Return the sums that `Rerank.step_metrics` reads.
+def rank_sums(logits_PC: torch.Tensor, present_PC: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the sums over ranks that `Rerank.step_metrics` reads.
 
     A negative with the score of the positive counts as before it, so that a model which scores all
-    alike ranks nothing first.
+    alike ranks nothing first. A sample without a negative counts nowhere: its positive would be
+    first whatever its score is.
+
+    `present_PC`: bool, whether a candidate is there.
     """
-    is_before_PC = (logits_PC[:, 1:] >= logits_PC[:, :1]) & present_PC[:, 1:]
+    negatives_PC = logits_PC[:, 1:]
+    has_negative_PC = present_PC[:, 1:]
+    is_before_PC = (negatives_PC >= logits_PC[:, :1]) & has_negative_PC
     rank_P = 1 + is_before_PC.sum(1).double()
-    found_P = (rank_P <= CUTOFF) * real_P
+    is_ranked_P = has_negative_PC.any(1)
+    is_first_P = (rank_P == 1) & is_ranked_P
+    is_found_P = (rank_P <= CUTOFF) & is_ranked_P
+    reciprocal_P = is_found_P / rank_P
+    discounted_P = is_found_P / torch.log2(rank_P + 1)
     return {
-        "samples": real_P.sum(),
-        "first": ((rank_P == 1) * real_P).sum(),
-        "reciprocal": (found_P / rank_P).sum(),
-        "discounted": (found_P / torch.log2(rank_P + 1)).sum(),
+        "ranked": is_ranked_P.sum(),
+        "first": is_first_P.sum(),
+        "reciprocal": reciprocal_P.sum(),
+        "discounted": discounted_P.sum(),
     }

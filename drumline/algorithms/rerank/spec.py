@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from drumline.algorithms.specs import RetrievalSpec
-from drumline.config.algorithm import HeadOutput
 from drumline.config.data import DataConfig
 from drumline.config.model import Head
 from drumline.plan.plan import Plan
@@ -26,9 +24,8 @@ class RerankConfig(RetrievalSpec):
 
     position: ClassVar[int] = 8
     metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "mrr@10", "ndcg@10")
-    head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset()
-    library: ClassVar[str] = "sentence-transformers"
     task: ClassVar[str | None] = "text-ranking"
+    joins_texts: ClassVar[bool] = True
     objective: ClassVar[str] = "drumline.algorithms.rerank.objective:Rerank"
     kind: Literal["rerank"] = "rerank"
     negatives: int = Field(
@@ -66,13 +63,18 @@ class RerankConfig(RetrievalSpec):
         return super().segment_names(segments + 1)[1:]
 
     def classes(self, train: Any, held_out: list[Any]) -> tuple[str, ...]:
+        """Return the one label. Raises DataError for held-out samples without any negative."""
+        from drumline.data.retrieval import require_negatives
+
+        for cache in held_out:
+            require_negatives(cache, "held-out")
         return self.labels
 
     def check_rows(self, train: Any) -> None:
         """Raise DataError if no row has a negative."""
         from drumline.data.retrieval import require_negatives
 
-        require_negatives(train)
+        require_negatives(train, "training")
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.retrieval import CandidateRowEncoder
@@ -83,14 +85,6 @@ class RerankConfig(RetrievalSpec):
         from drumline.data.collators import candidate_collator
 
         return candidate_collator(plan, width, self.rows_per_sample)
-
-    def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
-        half = max(1, length // 2)
-        return {
-            "query": random_text(half),
-            "positive": random_text(length),
-            "negative": [random_text(length) for _ in range(self.negatives)],
-        }
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
         from drumline.data.retrieval import placeholder_candidates
