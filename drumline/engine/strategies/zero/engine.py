@@ -227,7 +227,8 @@ def _require_gradient_of_one(values: list[Any]) -> None:
     for index, value in enumerate(values):
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             floating.append(index)
-    if floating and not any(values[index].requires_grad for index in floating):
+    assert floating, "without a gradient of an argument, gradients of weights would be zeros"
+    if not any(values[index].requires_grad for index in floating):
         first = floating[0]
         values[first] = values[first].detach().requires_grad_()
 
