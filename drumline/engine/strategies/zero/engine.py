@@ -196,6 +196,7 @@ def gather_separated_layers_whole(model: nn.Module) -> None:
         layer.register_forward_pre_hook(_pass_by_position, with_kwargs=True)
 
 
+@torch.compiler.disable
 def _pass_by_position(
     layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
