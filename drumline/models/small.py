@@ -249,39 +249,50 @@ def _cut_config(config: Any, layers: int, narrow: bool) -> Any:
 
 def _keep_layers(config: Any, layers: int) -> None:
     """Cut a config to its first `layers` layers, in place, and those of a decoder beside them."""
-    layers_before = config.num_hidden_layers
-    of_other_things = _lists_without_layers(config)
-    for key, value in config.to_dict().items():
-        is_by_layer = isinstance(value, list) and len(value) == layers_before
-        # A property follows from other values, and cannot be set.
-        is_derived = isinstance(getattr(type(config), key, None), property)
-        if is_by_layer and not is_derived and key not in of_other_things:
-            setattr(config, key, value[:layers])
+    for key, value in _lists_by_layer(config).items():
+        setattr(config, key, value[:layers])
     config.num_hidden_layers = layers
     for key in DECODER_LAYERS:
         if hasattr(config, key):
             setattr(config, key, layers)
 
 
-def _lists_without_layers(config: Any) -> set[str]:
-    """Return the keys of a config's lists that only happen to be as long as it has layers.
+def _lists_by_layer(config: Any) -> dict[str, list[Any]]:
+    """Return key → list, for the lists of a config that have an entry for each layer.
 
-    Falcon-H1 has a list of two multipliers. In a config of the same class with one layer more, such
-    a list is as long. A list whose name says that it is of layers is none of them: Nemotron-H has
-    four kinds of layers by default, however many layers there are.
+    Other lists may only happen to be as long, such as Falcon-H1's two multipliers. In a config of
+    the same class with one layer more, such a list is as long. A list whose name says that it is of
+    layers is none of them: Nemotron-H has four kinds of layers by default, however many layers.
     """
     layers = config.num_hidden_layers
+    lists = {}
+    for key, value in config.to_dict().items():
+        # A property follows from other values, and cannot be set.
+        is_derived = isinstance(getattr(type(config), key, None), property)
+        if isinstance(value, list) and len(value) == layers and not is_derived:
+            lists[key] = value
+    doubtful = [key for key in lists if "layer" not in key]
+    if not doubtful:
+        return lists
+    deeper = _default_values(config, layers + 1)
+    for key in doubtful:
+        value = deeper.get(key)
+        if isinstance(value, list) and len(value) == layers:
+            del lists[key]
+    return lists
+
+
+def _default_values(config: Any, layers: int) -> dict[str, Any]:
+    """Return the values of a config of the same class, with its defaults and so many layers.
+
+    They are empty if the class has no defaults.
+    """
     try:
-        deeper = type(config)(num_hidden_layers=layers + 1)
+        values: dict[str, Any] = type(config)(num_hidden_layers=layers).to_dict()
     except Exception as error:  # noqa: BLE001 - a foreign class may require other values
         logger.info("%s has no defaults: %s", type(config).__name__, first_line(error))
-        return set()
-    keys = set()
-    for key, value in deeper.to_dict().items():
-        is_as_long = isinstance(value, list | tuple) and len(value) == layers
-        if is_as_long and "layer" not in key:
-            keys.add(key)
-    return keys
+        return {}
+    return values
 
 
 def _make_narrow(text_config: Any) -> None:
