@@ -108,6 +108,15 @@ ARCHITECTURES = {
         "num_local_experts": 0,
         "shared_intermediate_size": 64,
     },
+    "qwen3_5_text": {
+        **_COMMON,
+        "head_dim": 8,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
     "qwen2": _COMMON,
     "apertus": _COMMON,  # its activation's numbers are saved without a dimension
     "granitemoe": {
@@ -164,9 +173,25 @@ def tiny_architecture_dir(path: Path, kind: str, layers: int = 4) -> Path:
         model = auto_class.from_config(
             AutoConfig.for_model(kind, **ARCHITECTURES[kind], **ids, **depth)
         )
+    if kind == "qwen3_5_text":
+        let_states_last(model)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def let_states_last(model: Any) -> None:
+    """Let the states of recurrent layers fade by a tenth with each token.
+
+    Those of a fresh gated DeltaNet fade within a token, and the gradients of how fast they fade are
+    rounding (test_recurrent).
+    """
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.fill_(-2.0)
 
 
 def tiny_model_dir(

@@ -210,9 +210,15 @@ def reason_against_context_parallelism(model: Any) -> str:
     if not (supports_interface and supports_sdpa):
         return "its attention does not go through transformers' attention interface with sdpa"
     mixing = _layer_kinds(model) - ATTENTION_LAYERS
-    if mixing:
-        return f"its layers of kind {min(mixing)} mix tokens without attention"
-    return ""
+    if not mixing:
+        return ""
+    kind = min(mixing)
+    if kind not in LAYERS_WITHOUT_ATTENTION:
+        return f"its layers of kind {kind} are not known to mix tokens in attention alone"
+    return (
+        f"its layers of kind {kind} mix tokens without attention: a rank has a part of each row,"
+        " and lacks the state in which the part before it ends"
+    )
 
 
 def reason_for_mask(model: Any) -> str:

@@ -50,7 +50,14 @@ from drumline.models.seq2seq import (
     seq2seq_parts,
 )
 from drumline.models.sequence import SequencePart
-from drumline.models.small import TrialTokens, is_close, trial_tokens, try_small
+from drumline.models.small import (
+    DOCUMENT_TOKENS,
+    TrialTokens,
+    is_close,
+    pack_of_two,
+    trial_tokens,
+    try_small,
+)
 from drumline.plan.attention import has_drumline_attention
 from drumline.plan.rules import NO_PACKING
 
@@ -340,13 +347,14 @@ def _keeps_documents_apart(small: Any, ids_BT: torch.Tensor) -> bool:
 
     `ids_BT`: one row of eight tokens, four of each document.
     """
-    positions = torch.arange(4, device=ids_BT.device).repeat(2)[None]
-    pack = TrialTokens(ids_BT, positions, document_lengths=((4, 4),))
+    pack = pack_of_two(ids_BT)
     with model_inputs(small, pack) as inputs:
-        in_pack = small(**inputs, use_cache=False).logits[:, 4:]
-    second = {"input_ids": ids_BT[:, 4:], "position_ids": positions[:, 4:]}
-    alone = small(**second, use_cache=False).logits
-    return is_close(in_pack, alone)
+        in_pack = small(**inputs, use_cache=False).logits[:, DOCUMENT_TOKENS:]
+    alone = {}
+    for name, values_BT in pack.inputs().items():
+        alone[name] = values_BT[:, DOCUMENT_TOKENS:]
+    expected = small(**alone, use_cache=False).logits
+    return is_close(in_pack, expected)
 
 
 def shares_prompts(model: Any, device: str) -> bool:

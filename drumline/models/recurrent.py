@@ -108,11 +108,22 @@ def borders_of(model: Any, batch: Any, may_use_kernels: bool = True) -> Borders 
 
 def separate(model: Any, separated: SeparatedLayers) -> None:
     """Let the layers of some classes run by documents if the model is given `Borders`."""
+    model._drumline_separated = separated
+    for layer in separated_layers(model):
+        layer.forward = partial(_run_by_documents, layer.forward)
+
+
+def separated_layers(model: nn.Module) -> list[Any]:
+    """Return the layers that run by documents, each once: a block may lie within another one."""
+    separated: SeparatedLayers | None = getattr(model, "_drumline_separated", None)
+    found: dict[nn.Module, None] = {}
+    if separated is None:
+        return []
     for block in blocks(model):
         for layer in block.modules():
             if isinstance(layer, separated.classes):
-                layer.forward = partial(_run_by_documents, layer.forward)
-    model._drumline_separated = separated
+                found[layer] = None
+    return list(found)
 
 
 def modules_in_separated_layers(model: nn.Module) -> set[nn.Module]:
@@ -121,13 +132,9 @@ def modules_in_separated_layers(model: nn.Module) -> set[nn.Module]:
     In one forward they run once for each length of documents, on each rank a different number of
     times. So a strategy must not gather weights or wait for other ranks when one of them runs.
     """
-    separated: SeparatedLayers | None = getattr(model, "_drumline_separated", None)
     within: set[nn.Module] = set()
-    if separated is None:
-        return within
-    for module in model.modules():
-        if isinstance(module, separated.classes):
-            within |= set(module.modules()) - {module}
+    for layer in separated_layers(model):
+        within |= set(layer.modules()) - {layer}
     return within
 
 
@@ -198,7 +205,8 @@ def run_with_borders(
     joined_options["cu_seq_lens_q"] = borders.bounds_N
     joined_options["seq_idx"] = borders.document_1T
     out = forward(*joined_args, **joined_options)
-    return _replace_first(out, first_tensor(out).view(borders.rows, borders.width, -1))
+    by_token = first_tensor(out)[0]
+    return _replace_first(out, by_token.unflatten(0, (borders.rows, borders.width)))
 
 
 def run_each_document(
@@ -206,8 +214,8 @@ def run_each_document(
 ) -> Any:
     """Run a layer on each document by itself, and return the results in the batch's rows.
 
-    `args`, `options`: the layer's arguments. Raises ValueError for an argument that is of pairs of
-    tokens, such as a mask, or of a class that is not known.
+    `args`, `options`: the layer's arguments. Raises ValueError for an argument that is of a whole
+    row, such as a mask of pairs of tokens, or of a class that is not known.
     """
     leaves, structure = tree_flatten((args, options))
     _require_rows(leaves, borders)
@@ -252,12 +260,13 @@ def _require_rows(leaves: Sequence[Any], borders: Borders) -> None:
 def _require_shared(value: Any, width: int) -> None:
     """Raise ValueError for an argument of a layer that documents do not share.
 
-    Such are tensors of pairs of tokens, and objects whose meaning is not known.
+    Such are tensors of pairs of tokens or of places in a row, and objects whose meaning is not
+    known.
     """
     if isinstance(value, Tensor):
-        is_of_pairs = value.ndim > 2 and value.shape[-1] == width
-        if is_of_pairs:
-            raise ValueError(f"an argument of shape {tuple(value.shape)} is of pairs of tokens")
+        shape = tuple(value.shape)
+        if shape[-1:] == (width,):
+            raise ValueError(f"an argument of shape {shape} is of a whole row's tokens")
     elif not isinstance(value, bool | int | float | str | None):
         raise ValueError(f"an argument of class {type(value).__name__} cannot be cut")
 

@@ -8,6 +8,7 @@ these keep the documents apart. Attention that keeps documents apart passes the 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +27,13 @@ from drumline.models.recurrent import (
     run_with_borders,
     separate,
 )
-from drumline.models.small import TrialTokens, is_close, try_small
+from drumline.models.small import DOCUMENT_TOKENS, is_close, pack_of_two, try_small
 from drumline.vendor.torch import tree_map_only
 
-# Tokens of each of the two documents of the trial.
-DOCUMENT_TOKENS = 4
 # How far kernels may be from torch's code, relative to the largest value: they may round products
 # to TF32, whose eps is 2^-11.
 KERNEL_TOLERANCE = 2.0**-7
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -55,9 +55,9 @@ def separate_recurrent_layers(model: Any, device: str) -> str:
 
     def trial(small: Any, ids_BT: Tensor) -> tuple[tuple[type[nn.Module], ...], str]:
         calls = mixing_layers(small, ids_BT)
-        if not all(_runs_each_document(layer, call) for layer, call in calls.items()):
-            return (), ""
         classes = tuple(dict.fromkeys(type(layer) for layer in calls))
+        if not calls or not _runs_separated(small, ids_BT, classes):
+            return (), ""
         return classes, _reason_against_kernels(calls)
 
     classes, reason = try_small(model, device, trial)
@@ -80,29 +80,33 @@ def mixing_layers(small: Any, ids_BT: Tensor) -> dict[nn.Module, _LayerCall]:
     for block in blocks(small):
         layers |= set(block.modules()) - {block}
     hooks = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]
-    positions_BT = torch.arange(DOCUMENT_TOKENS, device=ids_BT.device).repeat(2)[None]
-    documents = ((DOCUMENT_TOKENS, DOCUMENT_TOKENS),)
-    pack = TrialTokens(ids_BT, positions_BT, document_lengths=documents)
-    with model_inputs(small, pack) as inputs:
-        small(**inputs, use_cache=False)
+    _run_pack(small, ids_BT)
     for hook in hooks:
         hook.remove()
+    all_blocks = blocks(small)
     mixing: dict[nn.Module, _LayerCall] = {}
-    for block in blocks(small):
-        _add_mixing_layers(block, calls, mixing)
+    for block in all_blocks:
+        # A block within this one, such as Zamba2's, has a turn of its own.
+        others = set(all_blocks) - {block}
+        _add_mixing_layers(block, calls, others, mixing)
     return mixing
 
 
 def _add_mixing_layers(
-    module: nn.Module, calls: dict[nn.Module, _LayerCall], mixing: dict[nn.Module, _LayerCall]
+    module: nn.Module,
+    calls: dict[nn.Module, _LayerCall],
+    left_out: set[nn.Module],
+    mixing: dict[nn.Module, _LayerCall],
 ) -> None:
     """Add the layers within a module that mix documents to `mixing`, the outermost alone."""
     for child in module.children():
+        if child in left_out:
+            continue
         call = calls.get(child)
         if call is not None and _mixes_documents(child, call):
             mixing[child] = call
         else:
-            _add_mixing_layers(child, calls, mixing)
+            _add_mixing_layers(child, calls, left_out, mixing)
 
 
 def _mixes_documents(layer: nn.Module, call: _LayerCall) -> bool:
@@ -137,13 +141,26 @@ def _borders(device: torch.device) -> Borders:
     return Borders(lengths, 1, sum(lengths), by_kernels=False, device=device)
 
 
-def _runs_each_document(layer: nn.Module, call: _LayerCall) -> bool:
-    """Return whether a layer can run on each document by itself."""
+def _runs_separated(small: Any, ids_BT: Tensor, classes: tuple[type[nn.Module], ...]) -> bool:
+    """Return whether a small copy runs a pack if the layers of some classes run by documents.
+
+    Layers of these classes stay separated. There may be others of them, with other arguments, than
+    those that were found to mix documents.
+    """
+    separate(small, SeparatedLayers(classes, by_kernels=False))
     try:
-        run_each_document(layer, _borders(_device_of(call)), call.args, dict(call.options))
-    except ValueError:
+        _run_pack(small, ids_BT)
+    except Exception as error:  # noqa: BLE001 - layers of others raise what they like
+        names = ", ".join(layer_class.__name__ for layer_class in classes)
+        logger.info("%s cannot run on each document by itself: %s", names, first_line(error))
         return False
     return True
+
+
+def _run_pack(small: Any, ids_BT: Tensor) -> None:
+    """Run a small copy on a pack of two documents. `ids_BT`: one row of eight tokens."""
+    with model_inputs(small, pack_of_two(ids_BT)) as inputs:
+        small(**inputs, use_cache=False)
 
 
 def _device_of(call: _LayerCall) -> torch.device:

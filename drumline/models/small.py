@@ -16,7 +16,7 @@ import torch
 
 from drumline.dist.seeds import use_seed
 from drumline.errors import ModelError
-from drumline.foreign import translate_exceptions
+from drumline.foreign import first_line, translate_exceptions
 from drumline.models.attention import without_kernels
 from drumline.models.blocks import blocks
 from drumline.models.classes import (
@@ -32,6 +32,8 @@ T = TypeVar("T")
 # The most tokens of a small copy's vocabulary, and the most width of its feed-forward layers.
 VOCABULARY = 128
 WIDTH = 64
+# Tokens of each of the two documents of a trial's pack.
+DOCUMENT_TOKENS = 4
 # Config keys for that width; some configs have a list of it, by layer.
 FEED_FORWARD_WIDTHS = (
     "intermediate_size",
@@ -83,6 +85,13 @@ class TrialTokens:
     def inputs(self) -> dict[str, torch.Tensor]:
         """Return the arguments of a model for this batch."""
         return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT, **self.images}
+
+
+def pack_of_two(ids_BT: torch.Tensor) -> TrialTokens:
+    """Return a trial's eight tokens as a pack of two documents. `ids_BT`: int64[1, 8]."""
+    positions_T = torch.arange(DOCUMENT_TOKENS, device=ids_BT.device)
+    documents = ((DOCUMENT_TOKENS, DOCUMENT_TOKENS),)
+    return TrialTokens(ids_BT, positions_T.repeat(2)[None], document_lengths=documents)
 
 
 def trial_tokens(model: Any, ids_BT: torch.Tensor) -> TrialTokens:
@@ -240,17 +249,50 @@ def _cut_config(config: Any, layers: int, narrow: bool) -> Any:
 
 def _keep_layers(config: Any, layers: int) -> None:
     """Cut a config to its first `layers` layers, in place, and those of a decoder beside them."""
-    layers_before = config.num_hidden_layers
-    for key, value in config.to_dict().items():
-        is_by_layer = isinstance(value, list) and len(value) == layers_before
-        # A property follows from other values, and cannot be set.
-        is_derived = isinstance(getattr(type(config), key, None), property)
-        if is_by_layer and not is_derived:
-            setattr(config, key, value[:layers])
+    for key, value in _lists_by_layer(config).items():
+        setattr(config, key, value[:layers])
     config.num_hidden_layers = layers
     for key in DECODER_LAYERS:
         if hasattr(config, key):
             setattr(config, key, layers)
+
+
+def _lists_by_layer(config: Any) -> dict[str, list[Any]]:
+    """Return key → list, for the lists of a config that have an entry for each layer.
+
+    Other lists may only happen to be as long, such as Falcon-H1's two multipliers. In a config of
+    the same class with one layer more, such a list is as long. A list whose name says that it is of
+    layers is none of them: Nemotron-H has four kinds of layers by default, however many layers.
+    """
+    layers = config.num_hidden_layers
+    lists = {}
+    for key, value in config.to_dict().items():
+        # A property follows from other values, and cannot be set.
+        is_derived = isinstance(getattr(type(config), key, None), property)
+        if isinstance(value, list) and len(value) == layers and not is_derived:
+            lists[key] = value
+    doubtful = [key for key in lists if "layer" not in key]
+    if not doubtful:
+        return lists
+    deeper = _default_values(config, layers + 1)
+    for key in doubtful:
+        value = deeper.get(key)
+        if isinstance(value, list) and len(value) == layers:
+            del lists[key]
+    return lists
+
+
+def _default_values(config: Any, layers: int) -> dict[str, Any]:
+    """Return the values of a config of the same class, with its defaults and so many layers.
+
+    They are empty if the class has no defaults.
+    """
+    try:
+        values: dict[str, Any] = type(config)(num_hidden_layers=layers).to_dict()
+    except Exception as error:  # noqa: BLE001 - a foreign class may require other values
+        logger.info("%s has no defaults: %s", type(config).__name__, first_line(error))
+        return {}
+    return values
 
 
 def _make_narrow(text_config: Any) -> None:

@@ -54,7 +54,7 @@ from drumline.models.files import weights_digest
 from drumline.models.freeze import freeze, trainable_names
 from drumline.models.head import require_next_token
 from drumline.models.own import find_builder, own_build
-from drumline.models.recurrent import describe_layers, modules_in_separated_layers
+from drumline.models.recurrent import describe_layers, separated_layers
 from drumline.models.recurrent_trial import separate_recurrent_layers
 from drumline.models.tokenizer import load_tokenizer
 from drumline.models.vision import vision_of
@@ -380,7 +380,7 @@ def _require_model_runs(plan: Plan, path: str | None, config: ModelConfig, head:
         use_document_attention(model, plan, on_host=True)
         if plan.config.packs:
             separate_recurrent_layers(model, "cpu")
-            _refuse_zero3(plan, model)
+            _refuse_copies_of_layers(plan, model)
         notes(describe_layers(model))
         require_next_token(model, "cpu", plan.config.packs)
     if plan.engine == "pipeline":
@@ -389,13 +389,17 @@ def _require_model_runs(plan: Plan, path: str | None, config: ModelConfig, head:
         find_split_points(model)
 
 
-def _refuse_zero3(plan: Plan, model: Any) -> None:
-    """Raise PlanError if DeepSpeed's stage 3 would gather weights within layers that run by documents."""
-    gathers = getattr(plan.config.strategy, "stage", None) == 3
-    if gathers and modules_in_separated_layers(model):
+def _refuse_copies_of_layers(plan: Plan, model: Any) -> None:
+    """Raise PlanError if nn.DataParallel would copy layers that run by documents.
+
+    The forward that separates documents belongs to the layer of the first GPU, and its copies have
+    the same.
+    """
+    copies = plan.config.strategy.kind == "dp" and plan.device == "cuda"
+    if copies and separated_layers(model):
         raise NO_PACKING.error(
-            "zero3 gathers each weight where it is used, and recurrent layers run a different number"
-            " of times on each rank; fsdp2 gathers whole blocks"
+            "dp copies each layer to all GPUs, and copies of layers that run by documents would use"
+            " the weights of the first GPU; ddp works"
         )
 
 

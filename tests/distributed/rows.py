@@ -768,6 +768,7 @@ ENGINES = (
     "zero2 2, accumulation 4",
     "zero3 2, nothing kept whole, accumulation 4",
 )
+HYBRIDS = ("fsdp2 2", "pp 2, gpipe", "zero3 2, nothing kept whole, accumulation 4")
 PACKED: Sections = {
     "data": {"packing": True, "max_length": 96},
     "rows": 120,
@@ -820,7 +821,8 @@ CASES += [
     Case("gpt2", {**PACKED, "optimizer": {}}, ("ddp 2", "fsdp2 2", "zero2 2"), "gpt2"),
     Case("qwen2", PACKED, ("ddp 2", "fsdp2 2", "zero2 2"), "qwen2"),
     # Recurrent layers, which run by documents.
-    Case("Mamba-2", PACKED, ("fsdp2 2",), "granitemoehybrid"),
+    Case("Mamba-2", PACKED, HYBRIDS, "granitemoehybrid"),
+    Case("Gated DeltaNet", PACKED, (*HYBRIDS, "tp 2"), "qwen3_5_text"),
     Case(
         "t5",
         {"rows": 48, "optimizer": {"eps": 1e-6}},

@@ -22,14 +22,18 @@ from drumline.engine.strategies.zero import machine as helpers
 from drumline.engine.strategies.zero.fill import fill_parameters, shard_of_rank
 from drumline.errors import EnvironmentFault
 from drumline.hardware.detect import Machine
+from drumline.models.attention import use_document_attention
 from drumline.models.build import lay_out
+from drumline.models.freeze import freeze
+from drumline.models.recurrent_trial import separate_recurrent_layers
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
 from drumline.plan.resolve import KnownModel, resolve
 from drumline.plan.strategy_engine import engine_spec
 from tests.harness import ENV
-from tests.tiny import tiny_model_dir
+from tests.tiny import tiny_architecture_dir, tiny_model_dir
 from tests.unit.test_native import batches
+from tests.unit.test_recurrent import pack
 
 pytestmark = pytest.mark.slow
 
@@ -178,6 +182,53 @@ def test_as_the_native_engine(
         tolerance = 3e-5 if name.startswith("optim.") else 1e-5
         distance = float((after[name] - tensor).norm())
         assert distance <= tolerance * float(tensor.norm()), name
+
+
+# All weights are cut; by default ZeRO 3 keeps those of a tiny model whole.
+CUT = {"kind": "zero3", "options": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
+
+
+def hybrid_engine(folder: Path, strategy: Any, frozen: list[str]) -> Any:
+    """Return an engine over a model whose recurrent layers run by documents."""
+    made = plan(folder, strategy)
+    model, values = laid_out(folder)
+    use_document_attention(model, made)
+    separate_recurrent_layers(model, "cpu")
+    freeze(model, frozen)
+    if made.engine == "native":
+        return native(made, model, values, NativeEngine)
+    from drumline.engine.strategies.zero.engine import prepare
+
+    return prepare(made, model, values)
+
+
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "qwen3_5_text"])
+@pytest.mark.parametrize("frozen", [[], ["model.embed_tokens"]], ids=["all", "frozen embedding"])
+def test_stage_3_gathers_recurrent_layers_whole(
+    tmp_path: Path, kind: str, frozen: list[str]
+) -> None:
+    """Behind a frozen embedding the first layer's input takes no gradient."""
+    folder = tiny_architecture_dir(tmp_path / kind, kind)
+    ours = hybrid_engine(folder, CUT, frozen)
+    reference = hybrid_engine(folder, "single", frozen)
+
+    # Each step runs the layers another number of times.
+    for rows in [(11, 1, 35), (48,), (2, 30, 5, 11)]:
+        some = [pack(rows, width=48), pack((20, 28), width=48)]
+        figures = []
+        for made in (ours, reference):
+            sums = made.forward_backward(some, OBJECTIVE, 90.0)
+            norm = made.grad_norm()
+            made.step(3e-3, norm, torch.isfinite(norm))
+            evaluated = made.evaluate(some, OBJECTIVE)
+            figures.append((float(sums["loss"]), float(norm), float(evaluated["loss"])))
+        assert figures[0] == pytest.approx(figures[1], rel=1e-5)
+
+    after = whole(ours)
+    for name, tensor in whole(reference).items():
+        if name.startswith("model."):
+            distance = float((after[name] - tensor).norm())
+            assert distance <= 1e-5 * float(tensor.norm()), name
 
 
 def nan_loss(out: Any, batch: Any) -> Any:

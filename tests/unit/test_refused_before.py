@@ -42,7 +42,8 @@ SMALL = {
             "lfm2",
             {"layer_types": ["conv", "full_attention"]},
             {"kind": "ddp", "cp": 2},
-            "layers of kind conv mix tokens without attention",
+            "layers of kind conv mix tokens without attention: a rank has a part of each row, and"
+            " lacks the state in which the part before it ends",
         ),
         ("llama", {}, {"kind": "cp"}, ""),
         ("llama", {}, {"kind": "pp"}, ""),

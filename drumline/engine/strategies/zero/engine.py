@@ -8,6 +8,7 @@ deepspeed.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import warnings
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
+    set_z3_leaf_module,
 )
 from torch import nn
 
@@ -53,6 +55,7 @@ from drumline.models.containers import LOW_PRECISION, lower_precision, raise_pre
 from drumline.models.freeze import require_none_unfrozen
 from drumline.models.head import ForwardWithObjective, trial_batch, trunk_and_head
 from drumline.models.packed import scales_of
+from drumline.models.recurrent import separated_layers
 from drumline.models.scores import score_head
 from drumline.models.shards import (
     Values,
@@ -129,6 +132,8 @@ def prepare(
         optimizer = new_optimizer(trainable, plan.config.optimizer)
     require_slots(optimizer)
     masters = _fill(plan, model, module, values, options)
+    if plan.deepspeed["zero_optimization"]["stage"] == 3:
+        gather_separated_layers_whole(model)
     engine, *_ = deepspeed.initialize(
         model=module,
         model_parameters=list(trainable.values()),
@@ -177,6 +182,56 @@ def _fill(
         # Iterating fills the weights.
         pass
     return masters
+
+
+def gather_separated_layers_whole(model: nn.Module) -> None:
+    """Let ZeRO 3 gather each layer that runs by documents at once, with all modules within.
+
+    These run once for each length of documents, on each rank a different number of times. If each
+    of them gathered its weights, ranks would wait for each other, and backward would meet weights
+    that are released already.
+    """
+    for layer in separated_layers(model):
+        set_z3_leaf_module(layer, True)
+        layer.register_forward_pre_hook(_pass_by_position, with_kwargs=True)
+
+
+@torch.compiler.disable
+def _pass_by_position(
+    layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a layer's arguments, its first ones by position, and one of them with a gradient.
+
+    When the gradients of the arguments by position are there, DeepSpeed reduces those of the
+    layer's weights and releases the weights. Without such a gradient it would reduce zeros, before
+    the layer's backward.
+    """
+    _self, *names = inspect.signature(type(layer).forward).parameters
+    positional = list(args)
+    left = dict(options)
+    for name in names[len(args) :]:
+        if name not in left:
+            break
+        positional.append(left.pop(name))
+    learns = any(parameter.requires_grad for parameter in layer.parameters())
+    if learns and torch.is_grad_enabled():
+        _require_gradient_of_one(positional)
+    return tuple(positional), left
+
+
+def _require_gradient_of_one(values: list[Any]) -> None:
+    """Let the first tensor of floating point take a gradient, in place, unless one does already.
+
+    None does in the first layer behind a frozen embedding.
+    """
+    floating = []
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            floating.append(index)
+    assert floating, "without a gradient of an argument, gradients of weights would be zeros"
+    if not any(values[index].requires_grad for index in floating):
+        first = floating[0]
+        values[first] = values[first].detach().requires_grad_()
 
 
 def join(device: str) -> None:
