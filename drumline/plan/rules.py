@@ -435,13 +435,6 @@ def _memory_of_stacks(case: Case) -> Iterator[Refusal]:
                 "it is written for one list of blocks, which run one behind the other",
                 "use activation_checkpointing=full",
             )
-    if memory.activation_offload and is_vision_language(case):
-        yield _memory_refusal(
-            "activation_offload",
-            "images",
-            "blocks of a vision tower run between those of the text",
-            "take it out",
-        )
 
 
 def _memory_refusal(key: str, other: str, reason: str, instead: str) -> Refusal:

@@ -7,6 +7,8 @@ import base64
 import io
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,12 @@ from drumline.data.images import collate_vision, images_of_segments
 from drumline.data.sources import Row, read_rows
 from drumline.data.targets import TokenSegment
 from drumline.data.video_files import choose_frames
+from drumline.engine.offload import ActivationOffload
+from drumline.engine.transforms import apply_activation_checkpointing, apply_mlp_chunks
 from drumline.errors import DataError, EnvironmentFault, ModelError, PlanError, UserError
 from drumline.inference.evaluate import answer_held_out_prompts
 from drumline.models.adapters import inject, target_names
+from drumline.models.blocks import blocks
 from drumline.models.build import build_model
 from drumline.models.freeze import freeze, trainable_names
 from drumline.models.head import can_split, trunk_and_head
@@ -175,6 +180,49 @@ def test_an_image_in_the_padding_changes_nothing(folder: Path, vision: Vision) -
             assert not gradients[name].any()
         else:
             assert_close(gradients[name], parameter.grad, name, rtol=1e-5, atol=1e-6)
+
+
+def _checkpoint_and_offload(model: Any) -> ActivationOffload:
+    apply_activation_checkpointing(model, "full")
+    return ActivationOffload(model, "cpu")
+
+
+MEMORY: dict[str, Callable[[Any], Any]] = {
+    "offload": partial(ActivationOffload, device="cpu"),
+    "offload, full": _checkpoint_and_offload,
+    "full, 1 of 3": partial(apply_activation_checkpointing, kind="full", block_count=1),
+    "chunks": partial(apply_mlp_chunks, tokens=32),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_what_blocks_keep_changes_no_number(folder: Path, vision: Vision, name: str) -> None:
+    """The blocks of the tower run before those of the text; their options are about the text."""
+    cache = cache_of(folder, vision, packing=False)
+    batch = collate_alone(cache, list(range(len(cache))), vision)
+    plain = learned_by(built(vision), batch)
+    model = built(vision)
+    moves = MEMORY[name](model)
+    found = learned_by(model, batch)
+
+    if name == "chunks":
+        # Products of other shapes.
+        assert found.loss == pytest.approx(plain.loss, rel=1e-6)
+        for key, gradient in plain.gradients.items():
+            assert_close(found.gradients[key], gradient, key)
+        return
+
+    assert found.loss == plain.loss
+    for key, gradient in plain.gradients.items():
+        assert torch.equal(found.gradients[key], gradient), key
+
+    if name.startswith("offload"):
+        assert moves.moved_bytes > 0
+        assert moves.device_bytes == 0
+    else:
+        are_checkpointed = [block.gradient_checkpointing for block in blocks(model)]
+
+        assert are_checkpointed == [True, True, True, False, False]
 
 
 def test_patches_are_cut_as_the_model_reads_them(folder: Path, vision: Vision) -> None:
