@@ -128,7 +128,9 @@ def test_loss_and_gradients_are_those_of_the_trunk(vision: Vision, model: Any) -
     for name, parameter in trunk.named_parameters():
         if parameter.grad is not None:
             learned += 1
-            assert_close(ours[name].grad, parameter.grad, name)
+            # The score is large, and so are the gradients and their rounding.
+            largest = float(parameter.grad.abs().max())
+            assert_close(ours[name].grad, parameter.grad, name, atol=1e-5 * max(1.0, largest))
 
     assert learned > 20
     assert can_split(model)
