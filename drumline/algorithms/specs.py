@@ -29,7 +29,11 @@ class TextSpec(ChunkedSpec):
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.encode import TextRowEncoder
 
-        return TextRowEncoder(tokenizer, self.cuts, data)
+        if vision is None:
+            return TextRowEncoder(tokenizer, self.cuts, data)
+        from drumline.data.image_rows import VisionDocumentEncoder
+
+        return VisionDocumentEncoder(tokenizer, self.cuts, data, vision)
 
     def collator(self, plan: Plan, width: int | None) -> CollatorFactory:
         from drumline.data.collators import text_collator

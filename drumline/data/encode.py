@@ -24,9 +24,9 @@ from drumline.data.files import json_round_trip
 from drumline.data.formats import LABELS
 from drumline.data.image_files import resolve_image_path
 from drumline.data.pairs import SAME_ANSWER, SIDES, TextOrMessages, pair_parts
-from drumline.data.sources import Row, holds_images
+from drumline.data.sources import VIDEO_MARK, Row, has_marked_videos, holds_images
 from drumline.data.targets import EncodedSample, Encoder, TokenSegment, TruncationPolicy, truncate
-from drumline.data.turns import as_messages
+from drumline.data.turns import Messages, as_messages
 from drumline.errors import ConfigError, DataError
 from drumline.foreign import expanded, finite_number
 
@@ -82,10 +82,14 @@ class TextRowEncoder:
 
 
 def refuse_images(row: Row) -> None:
-    """Raise DataError for a row with images, where a model reads text alone."""
+    """Raise DataError for a row with images or videos, where a model reads text alone."""
     if holds_images(row):
         what = "this row holds images, and text alone is read here"
         fix = "name a vision-language model, or read none of a column with `columns: {images: ''}`"
+        raise DataError(what, where=row.origin, fix=fix)
+    if has_marked_videos(row):
+        what = f"this row has videos at {VIDEO_MARK}, and text alone is read here"
+        fix = "name a vision-language model, or take the videos out of the row"
         raise DataError(what, where=row.origin, fix=fix)
 
 
@@ -217,19 +221,18 @@ class AnswerRowEncoder:
             skip_template: do not apply the chat template if prompt and answer are texts.
             images: those of the prompt; None for a model of text alone.
 
-        Raises DataError for an answer without a token.
+        Raises DataError for an answer without a token, and for one with images.
         """
         if images is not None:
             prompt = images.prompt
-        turns = as_messages(answer, "assistant")
-        has_answer = any(turn.get("tool_calls") or turn["content"].strip() for turn in turns)
-        if not has_answer:
-            what = f"`{name}` is empty: it has no answer"
-            raise DataError(what, where=row.origin, fix="take the row out")
+        _require_answer(as_messages(answer, "assistant"), name, row.origin)
         if not (isinstance(prompt, str) and isinstance(answer, str)):
             self.encoder.require_template("the row holds messages", row)
         elif skip_template:
-            return self.encoder.encode_without_template(prompt, answer, row.origin)
+            plain = self.encoder.encode_without_template(prompt, answer, row.origin)
+            if images is not None:
+                plain = images.expand(plain, row.origin)
+            return plain
         values = {"prompt": prompt, "completion": answer, "tools": row.values.get("tools")}
         segment = self.encoder.encode(Row(row.origin, values))
         if images is not None:
@@ -239,6 +242,28 @@ class AnswerRowEncoder:
                 f"`{name}` has no turn of the assistant behind the prompt", where=row.origin
             )
         return segment
+
+
+def _require_answer(turns: Messages, name: str, origin: str) -> None:
+    """Raise DataError for an answer that says nothing, or that holds images.
+
+    Args:
+        turns: the messages of the answer.
+        name: its column.
+        origin: the row's name in an error.
+    """
+    has_answer = False
+    for turn in turns:
+        content = turn.get("content") or ""
+        if not isinstance(content, str):
+            # A content in parts of text alone has become a text.
+            what = f"`{name}` holds images, and here only a prompt may have some"
+            raise DataError(what, where=origin, fix="put them into `prompt`, or take the row out")
+        if turn.get("tool_calls") or content.strip():
+            has_answer = True
+    if not has_answer:
+        what = f"`{name}` is empty: it has no answer"
+        raise DataError(what, where=origin, fix="take the row out")
 
 
 class PairRowEncoder(AnswerRowEncoder):

@@ -112,13 +112,7 @@ def cache_key(
     if vision is not None or config.images_alone:
         parts["folders"] = _image_folders(sources, base_dir)
     if vision is not None:
-        parts["vision"] = {
-            "family": type(vision).__name__,
-            "tokens": [vision.token_id, vision.mark_id],
-            "blank": vision.blank_size,
-            "frames": data.video_max_frames,
-            "processor": vision.processor.to_dict(),
-        }
+        parts["vision"] = {**vision.identity(), "frames": data.video_max_frames}
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
 

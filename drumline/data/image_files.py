@@ -49,13 +49,20 @@ def resolve_image_path(image: Any, origin: str, root: Path) -> str:
         raise DataError(
             f"an image is given as {kind}, neither as a path nor as its bytes", where=origin
         )
-    if "://" in image:
+    refuse_url(image, "an image", origin)
+    return image
+
+
+def refuse_url(path: str, what: str, origin: str) -> None:
+    """Raise DataError for a URL. `what`: what it should be a path of, such as "an image"."""
+    if "://" in path:
+        # Without its query, which may have a key.
+        address, _, _ = path.partition("?")
         raise DataError(
-            f"an image is a URL, not a path: {image[:60]}",
+            f"{what} is a URL, not a path: {address[:60]}",
             where=origin,
             fix="download it and name the file",
         )
-    return image
 
 
 def _path_or_bytes(image: Any, origin: str) -> Any:

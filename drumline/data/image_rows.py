@@ -5,8 +5,8 @@ A row names its images by path, relative to the folder of its data file, or hold
 "image": PATH}`) or in the column `images`. The images of that column go to the slots of the
 conversation: a part `{"type": "image"}` alone, or `<image>` in a text. Without any slot they stand
 before the first question. Videos are named in the same way, by `{"type": "video"}`, the column
-`videos` and `<video>`; their frames become images in their place. A sample's meta is `{"images": [absolute paths], "grid": [grid of each,
-…]}`, in order. Pixels are read for each batch.
+`videos` and `<video>`; their frames become images in their place. A sample's meta is
+`{"images": [absolute paths], "grid": [grid of each, …]}`, in order. Pixels are read for each batch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,25 @@ import numpy as np
 from drumline.config.data import DataConfig
 from drumline.data.cache import cache_root
 from drumline.data.encode import (
+    AnswerRowEncoder,
     JudgedRowEncoder,
     PairRowEncoder,
     PromptRowEncoder,
+    TextRowEncoder,
     prompt_meta,
 )
 from drumline.data.image_files import resolve_image_path
 from drumline.data.pairs import TextOrMessages
-from drumline.data.sources import Row, is_image, is_video
+from drumline.data.sources import (
+    IMAGE_MARK,
+    VIDEO_COLUMNS,
+    VIDEO_MARK,
+    Row,
+    has_marked_videos,
+    holds_images,
+    is_image,
+    is_video,
+)
 from drumline.data.targets import EncodedSample, Encoder, TokenSegment, truncate
 from drumline.data.turns import Messages, as_messages
 from drumline.data.video_files import find_frames
@@ -37,11 +48,6 @@ from drumline.errors import DataError
 from drumline.foreign import expanded
 from drumline.models.image_tokens import Grid, Vision
 
-# The marks in a text at which an image or a video stands.
-IMAGE_MARK = "<image>"
-VIDEO_MARK = "<video>"
-# A row of messages may have its videos in one of these columns.
-VIDEO_COLUMNS = ("videos", "video")
 # Columns that other libraries read beside a conversation. No model gets them here, so rows with
 # them are refused.
 UNSUPPORTED_COLUMNS = (
@@ -96,6 +102,7 @@ class ImageRows:
         self.root = cache_root(data)
         self.most_frames = data.video_max_frames
         self.mark = tokenizer.convert_ids_to_tokens(vision.mark_id)
+        self.token = tokenizer.convert_ids_to_tokens(vision.token_id)
 
     def encoder(self, tokenizer: Any, data: DataConfig) -> Encoder:
         """Return the encoder of text, which leaves a mark for each image."""
@@ -113,13 +120,19 @@ class ImageRows:
     def expand(self, marked: TokenSegment, paths: list[str], origin: str) -> RowWithImageTokens:
         """Return a row with the tokens of its images, whose paths are in the order of the marks.
 
-        Raises DataError that names the row, `origin`.
+        Raises DataError that names the row, `origin`, also for a text that holds a token of images:
+        the model would take a feature of another image for it, or stop for the lack of one.
         """
-        images = [(path, self.vision.grid(path, origin, len(paths))) for path in paths]
         found = int((marked.tokens == self.vision.mark_id).sum())
-        if found != len(images):
-            what = f"{len(images)} images, but the chat template writes {found} places for them"
-            raise DataError(what, where=origin)
+        if found != len(paths):
+            what = f"{len(paths)} images, but the chat template writes {found} places for them"
+            fix = f"take {self.mark} out of the row's texts, or set another model.chat_template"
+            raise DataError(what, where=origin, fix=fix)
+        has_own_mark = self.vision.mark_id != self.vision.token_id
+        if has_own_mark and (marked.tokens == self.vision.token_id).any():
+            what = f"a text of this row holds {self.token}, which stands for a part of an image"
+            raise DataError(what, where=origin, fix="take it out of the text")
+        images = [(path, self.vision.grid(path, origin, len(paths))) for path in paths]
         return expand_marks(marked, images, self.vision)
 
 
@@ -160,6 +173,32 @@ class VisionRowEncoder:
         return shortened.encoded(truncated=True)
 
 
+class VisionDocumentEncoder(TextRowEncoder):
+    """Encodes documents for a vision-language model. They have no images, nor tokens of them.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        learn_all: see `TextRowEncoder`.
+        data: the settings of `data`.
+        vision: the model's images.
+    """
+
+    def __init__(self, tokenizer: Any, learn_all: bool, data: DataConfig, vision: Vision) -> None:
+        super().__init__(tokenizer, learn_all, data)
+        self.images = ImageRows(tokenizer, data, vision)
+
+    def encode(self, row: Row) -> EncodedSample | None:
+        if holds_images(row) or has_marked_videos(row):
+            what = "this row holds images or videos, and documents are read without any"
+            raise DataError(what, where=row.origin, fix="use algorithm sft")
+        _refuse_unsupported_media(row)
+        sample = super().encode(row)
+        if sample is not None:
+            for segment in sample.segments:
+                self.images.expand(segment, [], row.origin)
+        return sample
+
+
 class _PromptImages:
     """The images in the prompt of a row with answers, see `AnswerRowEncoder.images_of`.
 
@@ -197,11 +236,8 @@ class _PromptImages:
         return {"images": self.paths, "grid": self.grids}
 
 
-class VisionPairEncoder(PairRowEncoder):
-    """Encodes pairs whose prompts may have images. Both sides have the same images.
-
-    A pair that would lose an image to data.max_length is left out.
-    """
+class _VisionAnswerEncoder(AnswerRowEncoder):
+    """The base of encoders of answers to prompts that may have images."""
 
     def __init__(self, tokenizer: Any, data: DataConfig, vision: Vision) -> None:
         super().__init__(tokenizer, data)
@@ -210,6 +246,20 @@ class VisionPairEncoder(PairRowEncoder):
 
     def images_of(self, row: Row, prompt: TextOrMessages) -> _PromptImages:
         return _PromptImages(self.images, row, prompt)
+
+
+class VisionPairEncoder(_VisionAnswerEncoder, PairRowEncoder):
+    """Encodes pairs whose prompts may have images. Both sides have the same images.
+
+    A pair that would lose an image to data.max_length is left out.
+    """
+
+
+class VisionJudgedEncoder(_VisionAnswerEncoder, JudgedRowEncoder):
+    """Encodes judged answers whose prompts may have images.
+
+    An answer whose prompt would lose an image to data.max_length is left out.
+    """
 
 
 class VisionPromptEncoder(PromptRowEncoder):
@@ -240,21 +290,6 @@ class VisionPromptEncoder(PromptRowEncoder):
         images = {"images": paths, "grid": [grid for _, grid in full.images]}
         segment = TokenSegment(full.segment.tokens[lost:], full.segment.learn[lost:])
         return EncodedSample([segment], prompt_meta(row, text, images), truncated=lost > 0)
-
-
-class VisionJudgedEncoder(JudgedRowEncoder):
-    """Encodes judged answers whose prompts may have images.
-
-    An answer whose prompt would lose an image to data.max_length is left out.
-    """
-
-    def __init__(self, tokenizer: Any, data: DataConfig, vision: Vision) -> None:
-        super().__init__(tokenizer, data)
-        self.images = ImageRows(tokenizer, data, vision)
-        self.encoder = self.images.encoder(tokenizer, data)
-
-    def images_of(self, row: Row, prompt: TextOrMessages) -> _PromptImages:
-        return _PromptImages(self.images, row, prompt)
 
 
 def _refuse_unsupported_media(row: Row) -> None:
@@ -334,7 +369,11 @@ def cut_between_images(full: RowWithImageTokens, size: int, left: bool) -> RowWi
         if start <= first and last <= stop:
             images.append(image)
             spans.append((first - start, last - start))
-    segment = TokenSegment(full.segment.tokens[start:stop], full.segment.learn[start:stop])
+    segment = TokenSegment(
+        full.segment.tokens[start:stop],
+        full.segment.learn[start:stop],
+        full.segment.hides_reasoning,
+    )
     return RowWithImageTokens(segment, images, spans)
 
 
@@ -358,9 +397,9 @@ def place_images(row: Row, root: Path, most_frames: int = 8) -> tuple[Row, list[
         if key in _ROLES:
             conversations[key] = as_messages(value, _ROLES[key])
     if placer.waiting and not _have_slots(conversations, IMAGE_MARK, is_image):
-        _add_slots_to_first_question(conversations, IMAGE_MARK * len(placer.waiting))
+        _add_slots_to_first_question(conversations, "image", len(placer.waiting))
     if placer.videos and not _have_slots(conversations, VIDEO_MARK, is_video):
-        _add_slots_to_first_question(conversations, VIDEO_MARK * len(placer.videos))
+        _add_slots_to_first_question(conversations, "video", len(placer.videos))
     values = dict(row.values)
     for key, conversation in conversations.items():
         values[key] = [placer.place_in_turn(turn) for turn in conversation]
@@ -532,13 +571,20 @@ def _have_slots(
     return False
 
 
-def _add_slots_to_first_question(conversations: dict[str, Messages], marks: str) -> None:
-    """Put the marks of images or videos before the first question that is a text."""
+def _add_slots_to_first_question(
+    conversations: dict[str, Messages], medium: str, count: int
+) -> None:
+    """Put `count` slots before the first question. `medium`: image or video."""
     for key, conversation in conversations.items():
         for number, turn in enumerate(conversation):
-            content = turn.get("content")
-            if turn["role"] == "user" and isinstance(content, str):
-                marked = {**turn, "content": marks + content}
-                # A new list: the row's own messages stay as they are.
-                conversations[key] = [*conversation[:number], marked, *conversation[number + 1 :]]
-                return
+            if turn["role"] != "user":
+                continue
+            content = turn.get("content") or ""
+            if isinstance(content, str):
+                content = f"<{medium}>" * count + content
+            else:
+                content = [{"type": medium}] * count + content
+            marked = {**turn, "content": content}
+            # A new list: the row's own messages stay as they are.
+            conversations[key] = [*conversation[:number], marked, *conversation[number + 1 :]]
+            return

@@ -103,10 +103,13 @@ def lacks_images(cache: TokenCache) -> bool:
     return False
 
 
-def count_images(metas: Sequence[bytes], vision: Vision | None) -> dict[str, int]:
+def count_images(metas: Sequence[bytes], vision: Vision | None, sides: int = 1) -> dict[str, int]:
     """Count the images and their tokens in samples with these metas, and the samples with images.
 
-    `vision`: of the model; None for a model of text, or of images alone.
+    Args:
+        metas: the JSON of each sample; empty for one without images.
+        vision: of the model; None for a model of text, or of images alone.
+        sides: segments of a sample that have the tokens of all of its images: 2 of a pair.
     """
     images = 0
     tokens = 0
@@ -119,7 +122,7 @@ def count_images(metas: Sequence[bytes], vision: Vision | None) -> dict[str, int
             samples_with_images += 1
             images += len(grids)
             for grid in grids:
-                tokens += vision.tokens(tuple(grid))
+                tokens += sides * vision.tokens(tuple(grid))
     return {"images": images, "image_tokens": tokens, "samples_with_images": samples_with_images}
 
 
@@ -144,21 +147,9 @@ def add_images(
 
     Raises DataError for an image that cannot be read any more.
     """
-    paths: list[str] = []
-    grids: list[Grid] = []
-    for meta in metas:
-        paths += meta.get("images", ())
-        grids += [tuple(grid) for grid in meta.get("grid", ())]
     rope_3BT = _rope_of_batch(rows, metas, batch.input_ids_BT.shape[1], vision)
-    if paths:
-        # Both sides of a pair have the same images.
-        images = list(zip(paths, grids, strict=True))
-        pixels_of: dict[tuple[str, Grid], Pixels] = {}
-        for image in images:
-            if image not in pixels_of:
-                pixels_of[image] = vision.patches(*image)
-        read = [pixels_of[image] for image in images]
-    else:
+    read, grids = _read_pixels(metas, vision)
+    if not read:
         grids = [vision.blank_grid]
         read = [vision.blank_pixels()]
         batch.input_ids_BT[0, -vision.blank_size :] = vision.token_id
@@ -274,15 +265,30 @@ def image_arguments(
         ids_BT: int64, the tokens of the prompts.
         vision: the model's images.
     """
-    pixels: list[Pixels] = []
-    grids: list[Grid] = []
-    for meta in metas:
-        for path, grid in zip(meta.get("images", ()), meta.get("grid", ()), strict=True):
-            grids.append(tuple(grid))
-            pixels.append(vision.patches(path, tuple(grid)))
-    if not pixels:
+    read, grids = _read_pixels(metas, vision)
+    if not read:
         return {}
-    return vision.arguments(pixels, grids, ids_BT) | vision.generation_arguments(ids_BT)
+    return vision.arguments(read, grids, ids_BT) | vision.generation_arguments(ids_BT)
+
+
+def _read_pixels(
+    metas: Sequence[Mapping[str, Any]], vision: Vision
+) -> tuple[list[Pixels], list[Grid]]:
+    """Return the pixels and the grids of the images of some rows, in order.
+
+    An image that several rows have is read once: both sides of a pair, or a group of completions.
+    """
+    read: list[Pixels] = []
+    grids: list[Grid] = []
+    known: dict[tuple[str, Grid], Pixels] = {}
+    for meta in metas:
+        for path, values in zip(meta.get("images", ()), meta.get("grid", ()), strict=True):
+            grid = tuple(values)
+            if (path, grid) not in known:
+                known[path, grid] = vision.patches(path, grid)
+            read.append(known[path, grid])
+            grids.append(grid)
+    return read, grids
 
 
 def _rope_of_batch(

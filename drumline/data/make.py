@@ -507,7 +507,8 @@ class _Summary:
         """Count the images of samples with these metas, and note the folders that were written."""
         if self.build.config.images_alone or self.build.vision is not None:
             self.image_folders |= folders_of(metas) & self.build.image_folders
-        self.images.update(count_images(metas, self.build.vision))
+        sides = self.build.config.algorithm.rows_per_sample
+        self.images.update(count_images(metas, self.build.vision, sides))
 
     def add_samples(self, source: int, samples: int) -> None:
         """Count samples of one source."""

@@ -69,6 +69,11 @@ RawFilter = Callable[[RawRows], RawRows]
 OPTIONAL = ("margin", "images", "tools")
 # Types of values that need no conversion.
 JSON_TYPES = {str, int, float, bool, type(None)}
+# The marks in a text at which an image or a video stands.
+IMAGE_MARK = "<image>"
+VIDEO_MARK = "<video>"
+# A row of messages may have its videos in one of these columns.
+VIDEO_COLUMNS = ("videos", "video")
 # Fields that a chat template renders.
 RENDERED_FIELDS = {"messages", "prompt", "chosen"}
 
@@ -504,7 +509,9 @@ def _images_column(
     if "label" in form and ("text" in form or "image" in form):
         # A row of a class has only its text or its image.
         return ""
-    has_no_images = columns.images is None and "images" not in values
+    # A table has the column `images` also in rows that have their image under `image`.
+    is_empty = not values.get("images") and bool(values.get("image"))
+    has_no_images = columns.images is None and ("images" not in values or is_empty)
     # A document takes no images. `_refuse_unsupported_media` in data.images refuses one that has
     # some.
     takes_image = "image" not in form and form != ("text",)
@@ -746,6 +753,22 @@ def holds_images(row: Row) -> bool:
     if row.values.get("images"):
         return True
     return any(_has_image_part(value) for value in row.values.values())
+
+
+def has_marked_videos(row: Row) -> bool:
+    """Return whether a row has a column of videos, and marks in its texts at which they stand.
+
+    Without a mark the column may be there for other reasons.
+    """
+    if not any(row.extra.get(name) for name in VIDEO_COLUMNS):
+        return False
+    texts = []
+    for value in row.values.values():
+        if isinstance(value, str):
+            texts.append(value)
+        elif isinstance(value, list):
+            texts += [turn.get("content") for turn in value if isinstance(turn, dict)]
+    return any(isinstance(text, str) and VIDEO_MARK in text for text in texts)
 
 
 def _has_image_part(messages: Any) -> bool:

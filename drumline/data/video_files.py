@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from drumline.data.image_files import resolve_image_path
+from drumline.data.image_files import refuse_url, resolve_image_path
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import expanded, translate_exceptions
 
@@ -36,6 +36,7 @@ def find_frames(video: Any, folder: Path, most: int, origin: str, root: Path) ->
     if isinstance(video, list | tuple):
         frames = list(video)
     elif isinstance(video, str) and video:
+        refuse_url(video, "a video", origin)
         path = (folder / expanded(video)).absolute()
         if path.is_file():
             return _decode(path, most, origin, root)

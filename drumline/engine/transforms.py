@@ -28,7 +28,7 @@ from drumline.config.config import CompileConfig
 from drumline.config.strategy import CopyOptions
 from drumline.engine.offload import ActivationOffload
 from drumline.models import losses
-from drumline.models.blocks import blocks
+from drumline.models.blocks import blocks, text_blocks
 from drumline.models.containers import LOW_PRECISION
 from drumline.plan.plan import Plan
 from drumline.plan.rules import NO_CHUNKS, NO_RECOMPUTING
@@ -284,7 +284,7 @@ def apply_activation_checkpointing(
 
     `full` keeps only the input of each block. `selective` keeps more: see `selective_contexts`. The
     random numbers are replayed, so dropout agrees. `block_count`: only the first so many blocks are
-    checkpointed; None: all.
+    checkpointed, and all of a vision tower; None: all.
     """
     if kind == "none":
         return
@@ -302,7 +302,7 @@ def apply_activation_checkpointing(
         enable = model.gradient_checkpointing_enable
     enable(options)
     if block_count is not None:
-        for block in blocks(model)[block_count:]:
+        for block in text_blocks(model)[block_count:]:
             block.gradient_checkpointing = False  # type: ignore[assignment]
 
 
@@ -312,7 +312,8 @@ def apply_mlp_chunks(model: nn.Module, tokens: int) -> None:
     It is computed again in backward. So the wide tensors inside of it never exist for all tokens of
     a long row (tiled MLP of Arctic Long Sequence Training, Bekman et al. 2025).
     """
-    parts: list[Any] = [getattr(block, "mlp", None) for block in blocks(model)]
+    # Those of a vision tower have patches in place of rows of tokens.
+    parts: list[Any] = [getattr(block, "mlp", None) for block in text_blocks(model)]
     if not parts or None in parts:
         raise NO_CHUNKS.error("its blocks have no part of the name mlp")
     for part in parts:

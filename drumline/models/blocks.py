@@ -100,6 +100,14 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+def text_blocks(model: Any) -> list[nn.Module]:
+    """Return the blocks of a model without those of a vision tower, in its order."""
+    config = getattr(model, "config", None)
+    if getattr(config, "vision_config", None) is None:
+        return blocks(model)
+    return blocks(model.get_decoder())
+
+
 def _block_classes(model: nn.Module) -> set[str]:
     """Return the class names of a Hugging Face model's blocks; none for any other module."""
     names: Any = getattr(model, "_no_split_modules", None)

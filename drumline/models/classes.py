@@ -7,6 +7,7 @@ from typing import Any
 
 from drumline.config.model import Head
 from drumline.errors import ModelError
+from drumline.models.vision_scores import score_loader
 
 # Keys of dropout probabilities.
 DROPOUT_KEYS = re.compile(
@@ -35,6 +36,8 @@ AUTO: dict[Head, tuple[str, str]] = {
 }
 # Heads of language models, with or without a value beside the logits.
 LM: tuple[Head, ...] = ("lm", "valued")
+# Heads under which a vision-language model reads images.
+SEEING: tuple[Head, ...] = (*LM, "score")
 # Heads whose model writes text.
 WRITING: tuple[Head, ...] = (*LM, "seq2seq")
 # Types of models of text with an encoder and a decoder. Planning asks this without transformers.
@@ -68,12 +71,14 @@ ENCODER_DECODERS = frozenset(
 def auto_class(config: Any, head: Head = "lm") -> Any:
     """Return the Auto class of transformers for a config and a head.
 
-    A language model may be a vision-language model.
+    A language model or a reward model may be a vision-language model.
     """
     import transformers
 
     if head in LM and is_vision_language(config):
         return transformers.AutoModelForImageTextToText
+    if head == "score" and is_vision_language(config):
+        return score_loader(config)
     class_name, _ = AUTO[head]
     return getattr(transformers, class_name)
 

@@ -52,7 +52,11 @@ def _names_for_parts(model: nn.Module, names: Sequence[str]) -> list[str]:
     replaced: list[str] = []
     for name in names:
         if is_part(model, name):
-            replaced += names_in_part(model, name, parameter_names, WHERE)
+            names_of_part = names_in_part(model, name, parameter_names, WHERE)
+            if not names_of_part:
+                what = f"the part {name!r} of {type(model).__name__} has no parameters"
+                raise ModelError(what, where=WHERE, fix="take it out")
+            replaced += names_of_part
         else:
             replaced.append(name)
     return replaced

@@ -9,6 +9,7 @@ B rows, T tokens, N images, n tokens of an image, C channels, S × S pixels of a
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,6 +113,22 @@ class Vision(ABC):
     @abstractmethod
     def tokens(self, grid: Grid) -> int:
         """Return the number of features of an image, each of which replaces a token."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return all that decides on the tokens and the pixels of an image. JSON holds it."""
+        parts = {
+            "family": type(self).__name__,
+            "tokens": [self.token_id, self.mark_id],
+            "blank": self.blank_size,
+            "processor": self.processor.to_dict(),
+            **self.token_settings(),
+        }
+        found: dict[str, Any] = json.loads(json.dumps(parts, default=str))
+        return found
+
+    def token_settings(self) -> dict[str, Any]:
+        """Return numbers of the model's config that `identity` has for this family alone."""
+        return {}
 
     def sequence(self, grid: Grid) -> list[int]:
         """Return the token ids that stand for an image: in place of its mark."""
@@ -378,6 +395,9 @@ class GemmaVision(TileVision):
         what = f"this model scales each image to {self.side} × {self.side} pixels"
         raise ModelError(what, where="data.image_max_pixels", fix="take it out")
 
+    def token_settings(self) -> dict[str, Any]:
+        return {"end": self.end_id}
+
     def measure(self, image: Any, count: int) -> Grid:
         return (1,)
 
@@ -548,6 +568,10 @@ class OneVision(TileVision):
     def limit_pixels(self, processor: Any, most: int) -> None:
         what = "this model cuts images as its config says, image_grid_pinpoints"
         raise ModelError(what, where="data.image_max_pixels", fix="take it out")
+
+    def token_settings(self) -> dict[str, Any]:
+        sizes = self.config.image_grid_pinpoints
+        return {"tiles": [self.side, sizes, self.config.vision_aspect_ratio]}
 
     def measure(self, image: Any, count: int) -> Grid:
         return int(count == 1), image.height, image.width

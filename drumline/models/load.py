@@ -40,6 +40,7 @@ from drumline.models.blocks import (
 )
 from drumline.models.classes import (
     LM,
+    SEEING,
     auto_class,
     bidirectional_error,
     is_encoder,
@@ -344,7 +345,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     position_of_first: int | None = 0
     if sees_later_tokens:
         position_of_first = first_position(model)
-    has_tower = head in LM and is_vision_language(config)
+    has_tower = head in SEEING and is_vision_language(config)
     flops_per_image_token = 0.0
     if has_tower:
         flops_per_image_token = tower_flops(model)

@@ -134,7 +134,7 @@ def require_allowed(case: Case, roles: Mapping[str, RolePlan], data: DataPlan | 
                 # A frozen model keeps nothing for backward (Layout.single_role).
                 sections["memory"] = MemoryConfig()
             config = case.config.model_copy(update=sections)
-            check_role_rules(replace(case, config=config, facts=facts))
+            check_role_rules(replace(case, config=config, facts=facts), role.trainable)
     ranks = case.mesh.data_ranks
     if data is None or data.train_samples >= ranks:
         return

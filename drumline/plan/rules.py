@@ -64,15 +64,27 @@ def check_rules(case: Case) -> None:
     _raise_first_refusal(_rules_in_order(case), case)
 
 
-def check_role_rules(case: Case) -> None:
+def check_role_rules(case: Case, trainable: bool) -> None:
     """Raise PlanError with the first refusal of a model besides the policy.
 
     `case`: that of the run, with the config and the facts of this model in place of the policy's.
-    Rules about the adapter, rollouts, evaluations and health checks are left out: these are of the
-    policy, with which `check_rules` has checked them.
+    `trainable`: whether the model is trained. Rules about rows, the adapter, rollouts, evaluations
+    and health checks are left out: these are of the policy, with which `check_rules` has checked
+    them.
     """
-    rules_of_policy = (_mps, retrieval_refusals, adapter_refusals, _vllm, _evaluation, _health)
+    rules_of_policy = (
+        _mps,
+        _rows_with_images,
+        retrieval_refusals,
+        adapter_refusals,
+        _vllm,
+        _evaluation,
+        _health,
+    )
     rules = [rule for rule in _rules_in_order(case) if rule not in rules_of_policy]
+    if trainable:
+        # The tower of a frozen model has no gradients to wait for.
+        rules.insert(0, _unseen_images)
     _raise_first_refusal(rules, case)
 
 
@@ -88,6 +100,7 @@ def _rules_in_order(case: Case) -> tuple[Rule, ...]:
     """Return all rules for a case, in the order in which they are checked."""
     return (
         _mps,
+        _rows_with_images,
         _images,
         retrieval_refusals,
         adapter_refusals,
@@ -134,21 +147,31 @@ def _mps(case: Case) -> Iterator[Refusal]:
         )
 
 
-def _images(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of images, which stand among a model's tokens or are whole samples."""
+def _rows_with_images(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of rows with images, which stand among a model's tokens or are all of a row."""
     yield from compared_images(case.config, is_vision_language(case))
-    mesh = case.mesh
-    images_alone = case.config.images_alone
+    yield from _unseen_images(case)
+    if is_vision_language(case):
+        yield from _rollouts_of_images(case.config)
+        yield from _other_models_of_images(case)
+
+
+def _unseen_images(case: Case) -> Iterator[Refusal]:
+    """Yield the refusal of a vision-language model whose tower would not run in each batch."""
     if is_vision_language(case) and not case.config.algorithm.sees_images:
         reason = "its batches have no images, and ranks whose vision tower does not run would leave the others waiting"
         yield Refusal(
             "images × the algorithm",
             reason,
-            "use algorithm sft, dpo, orpo, simpo, kto or grpo, or a model of text",
+            "use algorithm sft, reward, dpo, orpo, simpo, kto or grpo, or a model of text",
             "algorithm",
         )
-    if is_vision_language(case):
-        yield from _rollouts_of_images(case.config)
+
+
+def _images(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of a model that reads images, for how it is cut over ranks."""
+    mesh = case.mesh
+    images_alone = case.config.images_alone
     if is_vision_language(case) and mesh.pp > 1:
         reason = "stages pass on hidden states alone, and a tower's features may be added in several blocks (DeepStack)"
         yield Refusal("images × pp", reason, "use strategy=fsdp2")
@@ -178,13 +201,20 @@ def _rollouts_of_images(config: Config) -> Iterator[Refusal]:
             "use generator=hf",
             "algorithm.generator",
         )
-    if any(reward.kind == "model" for reward in rollout.rewards):
-        yield Refusal(
-            "images × a reward model",
-            "it would read the tokens that stand for an image as text",
-            "use rewards by functions, which get the paths of the images",
-            "algorithm.rewards",
-        )
+
+
+def _other_models_of_images(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of models of text beside a vision-language model: they get its batches."""
+    if case.facts is None:
+        return
+    for name, facts in case.facts.roles.items():
+        if not facts.vision_language:
+            yield Refusal(
+                f"images × a {name} model of text",
+                "it would read the tokens that stand for an image as text",
+                "name one that reads images; rewards by functions get the paths of the images",
+                "algorithm",
+            )
 
 
 def compared_images(config: Config, vision_language: bool) -> Iterator[Refusal]:
@@ -405,13 +435,6 @@ def _memory_of_stacks(case: Case) -> Iterator[Refusal]:
                 "it is written for one list of blocks, which run one behind the other",
                 "use activation_checkpointing=full",
             )
-    if memory.activation_offload and is_vision_language(case):
-        yield _memory_refusal(
-            "activation_offload",
-            "images",
-            "blocks of a vision tower run between those of the text",
-            "take it out",
-        )
 
 
 def _memory_refusal(key: str, other: str, reason: str, instead: str) -> Refusal:

@@ -207,7 +207,8 @@ def last_scores(
     completions = []
     for prompt, completion in zip(episodes.prompts, episodes.completions, strict=True):
         completions.append(_append_tail(prompt, completion, tail, width))
-    episodes = Episodes.start(episodes.prompts, completions, episodes.ended_N.tolist())
+    has_ended = episodes.ended_N.tolist()
+    episodes = Episodes.start(episodes.prompts, completions, has_ended, episodes.images)
     lengths_N = episodes.mask_NM.sum(1)
     # An empty completion reads index 0; its score is replaced below.
     last_N1 = (lengths_N - 1).clamp(min=0)[:, None]

@@ -291,8 +291,8 @@ def _with_saves(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
 def find_roles(config: Config, policy: FoundModel, on_progress: OnProgress) -> dict[str, RolePlan]:
     """Return the plan of each auxiliary model, by the name of its role.
 
-    Raises ModelError for a model with another tokenizer than the policy's, and for a frozen model
-    without a trained head.
+    Raises ModelError for a model with another tokenizer or image processor than the policy's, and
+    for a frozen model without a trained head.
     """
 
     def find(model: ModelConfig) -> FoundModel:
@@ -307,6 +307,7 @@ def find_roles(config: Config, policy: FoundModel, on_progress: OnProgress) -> d
             require_same_tokens(model, path, tokenizer, auxiliary.where)
             hf_config = models.load_config(path, model)
             models.check_fits(hf_config, tokenizer, config.data.max_length, auxiliary.where)
+            _require_same_images(config, policy, model, path, auxiliary.where)
         if not auxiliary.trainable:
             # Laying it out raises ModelError if the head is not in the files.
             lay_out(path, model, 0, head=ModelHead(auxiliary.head, may_be_drawn=False))
@@ -334,6 +335,26 @@ def require_same_tokens(model: ModelConfig, path: str | None, tokenizer: Any, wh
         where=where,
         fix="give it the policy's new_tokens, or name a model with the same tokenizer",
     )
+
+
+def _require_same_images(
+    config: Config, policy: FoundModel, model: ModelConfig, path: str | None, where: str
+) -> None:
+    """Raise ModelError for a model that reads images in another way than the policy.
+
+    A batch has the tokens and the pixels of its images once, for all models. A model of text gets no
+    images; the rules of the plan refuse one where it would.
+    """
+    ours = vision_of(config, policy.path, policy.hf_config)
+    if ours is None:
+        return
+    hf_config = models.load_config(path, model)
+    theirs = vision_of(config.model_copy(update={"model": model}), path, hf_config)
+    if theirs is None or ours.identity() == theirs.identity():
+        return
+    what = "it makes other tokens or pixels of an image than the policy"
+    fix = "name a model of the same family, with the same preprocessor_config.json"
+    raise ModelError(what, where=where, fix=fix)
 
 
 def _first_difference(ours: dict[str, int], theirs: dict[str, int]) -> str:

@@ -18,12 +18,19 @@ PLACES = {
     ),
     "DynamicLayer": "transformers.cache_utils:DynamicLayer",
     "DynamicSlidingWindowLayer": "transformers.cache_utils:DynamicSlidingWindowLayer",
+    "GenericForSequenceClassification": (
+        "transformers.modeling_layers:GenericForSequenceClassification"
+    ),
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES": "transformers.models.auto.modeling_auto:MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": (
+        "transformers.models.auto.modeling_auto:MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
+    ),
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": "transformers.models.auto.modeling_auto:MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "WeightRenaming": "transformers.core_model_loading:WeightRenaming",
     "and_masks": "transformers.masking_utils:and_masks",
     "cached_file": "transformers.utils.hub:cached_file",
     "find_packed_sequence_indices": "transformers.masking_utils:find_packed_sequence_indices",
+    "get_checkpoint_conversion_mapping": "transformers.conversion_mapping:get_checkpoint_conversion_mapping",
     "get_model_conversion_mapping": "transformers.conversion_mapping:get_model_conversion_mapping",
     "grouped_linear": "transformers.integrations.moe:_grouped_linear",
     "image_size_to_num_patches": (
@@ -32,6 +39,9 @@ PLACES = {
     "initialization": "transformers.initialization",
     "masking_utils": "transformers.masking_utils",
     "packed_sequence_mask_function": "transformers.masking_utils:packed_sequence_mask_function",
+    "register_checkpoint_conversion_mapping": (
+        "transformers.conversion_mapping:register_checkpoint_conversion_mapping"
+    ),
     "sdpa_attention_forward": "transformers.integrations.sdpa_attention:sdpa_attention_forward",
     "smart_resize": "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl:smart_resize",
 }
@@ -41,6 +51,7 @@ MEMBERS = {
     "transformers.modeling_layers:GradientCheckpointingLayer": ("_gradient_checkpointing_func",),
     "transformers.models.mixtral.modeling_mixtral:MixtralExperts": ("_apply_gate",),
     "transformers:PreTrainedModel": (
+        "_from_config",
         "_is_hf_initialized",
         "_no_split_modules",
         "_supports_attention_backend",

@@ -81,6 +81,10 @@ WAYS = [
         "fsdp2, activation checkpointing",
         {"strategy": "fsdp2", "memory": {"activation_checkpointing": "full"}},
     ),
+    Way(
+        "fsdp2, activations offloaded",
+        {"strategy": "fsdp2", "memory": {"activation_offload": True}},
+    ),
     # Without momentum or clipping, the mean of weights after one step is the weights after the mean
     # gradient.
     Way(
@@ -109,6 +113,7 @@ AGAIN = [
     ("fsdp2", "lora"),
     ("zero2", "text apart"),
     ("fsdp2, activation checkpointing", "text apart"),
+    ("fsdp2, activations offloaded", "text apart"),
     ("local SGD, averaged each step", "sgd"),
     ("zero3", "tower frozen"),
 ]

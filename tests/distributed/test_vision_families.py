@@ -11,6 +11,8 @@ from transformers import AutoImageProcessor
 
 from drumline.bench.verify import difference
 from drumline.config.load import load
+from drumline.config.model import ModelConfig
+from drumline.models.build import build_model
 from drumline.train.setup import Request
 from tests.distributed.rows import TOLERANCE
 from tests.distributed.setups import UNSAVED, chosen_params, claim, merge, train
@@ -50,7 +52,7 @@ FAMILIES = (
     "qwen2_5_vl",
     "qwen2_vl",
 )
-PAIRS = ("dpo", "orpo", "simpo", "kto")
+PAIRS = ("dpo", "orpo", "simpo", "kto", "reward")
 # Two prompts a step: one with an image, one without.
 GRPO: Sections = {
     "algorithm": {
@@ -65,10 +67,13 @@ GRPO: Sections = {
     },
     "batch": {"global_samples": 4, "micro_batch": 1},
 }
+# Rewards come from a reward model that reads the images.
+JUDGED = "grpo, reward model"
 CASES: dict[str, Sections] = {
     **{family: {} for family in FAMILIES},
     **{kind: {"algorithm": {"kind": kind}} for kind in PAIRS},
     "grpo": GRPO,
+    JUDGED: GRPO,
     "tower frozen": {
         "model": {"freeze": ["vision"]},
         # Held-out prompts with images are answered.
@@ -87,6 +92,7 @@ STAY = (
     ("qwen2_5_vl", "ddp"),
     ("dpo", "fsdp2"),
     ("kto", "ddp"),
+    ("reward", "fsdp2"),
     ("grpo", "fsdp2"),
     ("tower adapted", "fsdp2"),
 )
@@ -128,6 +134,13 @@ class Planner:
                 self.models[family] = tiny_vision_dir(folder)
         return self.models[family]
 
+    def judge(self) -> Path:
+        """Return the folder of a reward model that reads images."""
+        folder = self.model("judge")
+        judge = build_model(str(folder), ModelConfig(id=str(folder)), seed=1, head="score")
+        judge.save_pretrained(folder)
+        return folder
+
     def plan(self, name: str, case: str, world_size: int, sections: Sections) -> Path:
         folder = self.root / name
         folder.mkdir()
@@ -139,6 +152,8 @@ class Planner:
             "data.eval=[]",
             f"data.cache_dir={self.root / 'cache'}",
         ]
+        if case == JUDGED:
+            overrides.append(f"algorithm.rewards=[{{kind: model, model: {self.judge()}}}]")
         return claim(Request(load(path, overrides), world_size=world_size))
 
 

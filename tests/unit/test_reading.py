@@ -121,13 +121,15 @@ def test_a_reward_model_reads_the_whole_conversation() -> None:
         np.array([], np.int64),
     ]
     ended = [True, False, True, False]
-    episodes = Episodes.start([ones(2)] * 4, completions, ended)
+    images = [{"images": [f"{number}.png"]} for number in range(4)]
+    episodes = Episodes.start([ones(2)] * 4, completions, ended, images)
 
     *read, of_nothing = last_scores(scores, [9, 5], None, episodes).tolist()
 
     assert read == [5, 3, 5]
     assert np.isnan(of_nothing)
     assert completion_lengths(asked[0]) == [3, 3, 4, 0]
+    assert asked[0].images == images
     assert completion_lengths(episodes) == [2, 3, 3, 0], "training sees what was sampled"
 
     narrow = last_scores(scores, [9, 5], 5, episodes).tolist()

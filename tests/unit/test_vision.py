@@ -7,6 +7,8 @@ import base64
 import io
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,12 @@ from drumline.data.images import collate_vision, images_of_segments
 from drumline.data.sources import Row, read_rows
 from drumline.data.targets import TokenSegment
 from drumline.data.video_files import choose_frames
+from drumline.engine.offload import ActivationOffload
+from drumline.engine.transforms import apply_activation_checkpointing, apply_mlp_chunks
 from drumline.errors import DataError, EnvironmentFault, ModelError, PlanError, UserError
 from drumline.inference.evaluate import answer_held_out_prompts
 from drumline.models.adapters import inject, target_names
+from drumline.models.blocks import blocks
 from drumline.models.build import build_model
 from drumline.models.freeze import freeze, trainable_names
 from drumline.models.head import can_split, trunk_and_head
@@ -177,6 +182,49 @@ def test_an_image_in_the_padding_changes_nothing(folder: Path, vision: Vision) -
             assert_close(gradients[name], parameter.grad, name, rtol=1e-5, atol=1e-6)
 
 
+def _checkpoint_and_offload(model: Any) -> ActivationOffload:
+    apply_activation_checkpointing(model, "full")
+    return ActivationOffload(model, "cpu")
+
+
+MEMORY: dict[str, Callable[[Any], Any]] = {
+    "offload": partial(ActivationOffload, device="cpu"),
+    "offload, full": _checkpoint_and_offload,
+    "full, 1 of 3": partial(apply_activation_checkpointing, kind="full", block_count=1),
+    "chunks": partial(apply_mlp_chunks, tokens=32),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_what_blocks_keep_changes_no_number(folder: Path, vision: Vision, name: str) -> None:
+    """The blocks of the tower run before those of the text; their options are about the text."""
+    cache = cache_of(folder, vision, packing=False)
+    batch = collate_alone(cache, list(range(len(cache))), vision)
+    plain = learned_by(built(vision), batch)
+    model = built(vision)
+    moves = MEMORY[name](model)
+    found = learned_by(model, batch)
+
+    if name == "chunks":
+        # Products of other shapes.
+        assert found.loss == pytest.approx(plain.loss, rel=1e-6)
+        for key, gradient in plain.gradients.items():
+            assert_close(found.gradients[key], gradient, key)
+        return
+
+    assert found.loss == plain.loss
+    for key, gradient in plain.gradients.items():
+        assert torch.equal(found.gradients[key], gradient), key
+
+    if name.startswith("offload"):
+        assert moves.moved_bytes > 0
+        assert moves.device_bytes == 0
+    else:
+        are_checkpointed = [block.gradient_checkpointing for block in blocks(model)]
+
+        assert are_checkpointed == [True, True, True, False, False]
+
+
 def test_patches_are_cut_as_the_model_reads_them(folder: Path, vision: Vision) -> None:
     """Patch by patch from the pixels: blocks of merge x merge patches, each colour × 2 equal frames
     × height × width, scaled to ±1."""
@@ -238,7 +286,7 @@ def test_no_image_is_cut_in_two(
     size: int, left: bool, tokens: list[int], images: list[str]
 ) -> None:
     eyes = QwenVision("", ModelConfig(), token_id=9, mark_id=9, merge=2)
-    short = TokenSegment(np.array([1, 9, 2, 9, 3], np.int32), np.ones(5, np.uint8))
+    short = TokenSegment(np.array([1, 9, 2, 9, 3], np.int32), np.ones(5, np.uint8), True)
     full = expand_marks(short, [("a", (1, 4, 4)), ("b", (1, 2, 2))], eyes)
 
     assert full.segment.learn.tolist() == [1, 0, 0, 0, 0, 1, 0, 1]
@@ -246,6 +294,7 @@ def test_no_image_is_cut_in_two(
     found = cut_images(full, size, left)
 
     assert found.segment.tokens.tolist() == tokens
+    assert found.segment.hides_reasoning
     assert [path for path, _ in found.images] == images
 
     for start, stop in found.spans:
@@ -309,6 +358,10 @@ def test_ways_to_say_where_an_image_stands(tmp_path: Path) -> None:
     assert placed(tmp_path, messages=user([text, text])) == (["hmhm"], [])
     assert placed(tmp_path, messages=user("hm"), image="") == (["hm"], [])
 
+    in_other_rows = placed(tmp_path, prompt="hm", completion="ah", images=None, image="a.png")
+
+    assert in_other_rows == ([[IMAGE, text], "ah"], ["a.png"])
+
     tag = "a tag: <image>"
 
     assert placed(tmp_path, messages=user(tag)) == ([tag], [])
@@ -340,6 +393,12 @@ def test_a_video_is_its_frames(tmp_path: Path) -> None:
     assert choose_frames(5, 1) == [0]
     assert placed(tmp_path, messages=user("a tag: <video>")) == (["a tag: <video>"], [])
     assert placed(tmp_path, messages=user("hm"), video=[]) == (["hm"], [])
+
+    # Images without a place come before the first question, whatever it is made of.
+    turns = [*user([{"type": "video", "video": frames}, text]), *user("more")]
+    beside = placed(tmp_path, messages=turns, images=["c.png"])
+
+    assert beside == ([[IMAGE, IMAGE, IMAGE, text], "more"], ["c.png", *frames])
 
 
 def test_a_video_file_is_decoded_or_says_what_is_missing(
@@ -508,6 +567,10 @@ MISTAKES: dict[str, dict[str, Any]] = {
         "completion": "x",
         "videos": ["a.mp4"],
     },
+    "a video is a URL, not a path: https://x.org/a.mp4": {
+        "messages": user("<video>"),
+        "videos": ["https://x.org/a.mp4?key=secret"],
+    },
     "a video has no frames": {"messages": user("<video>"), "videos": [[]]},
     "a video is given as int": {"messages": user("<video>"), "videos": [1]},
     "gone.png: no such file": {"prompt": "<image>", "completion": "x", "images": ["gone.png"]},
@@ -541,6 +604,8 @@ def test_mistakes_name_the_row(folder: Path, vision: Vision, message: str) -> No
 
     assert "one.jsonl:1" in str(caught.value)
     assert "\n" not in str(caught.value)
+    # The query of a URL may have a key.
+    assert "secret" not in str(caught.value)
 
 
 def test_a_model_of_text_takes_no_images(tmp_path: Path, folder: Path) -> None:
@@ -554,6 +619,40 @@ def test_a_model_of_text_takes_no_images(tmp_path: Path, folder: Path) -> None:
 
     with pytest.raises(DataError, match=re.escape("this row holds images")):
         encoder.encode(row)
+
+    row = Row("here:1", {"messages": user("<video>what?")}, {"videos": ["a.mp4"]})
+
+    with pytest.raises(DataError, match="this row has videos at <video>"):
+        encoder.encode(row)
+
+
+def test_documents_hold_no_images_nor_their_tokens(folder: Path, vision: Vision) -> None:
+    config = Config.model_validate({"algorithm": "pretrain", "data": {"train": [ROWS]}})
+    tokenizer = load_tokenizer(vision.path, vision.model)
+    encoder = config.algorithm.encoder(tokenizer, config.data, vision)
+
+    assert encoder.encode(Row("here:1", {"text": "one two"})) is not None
+
+    with pytest.raises(DataError, match="0 images, but the chat template writes 1 places"):
+        encoder.encode(Row("here:1", {"text": "one <|image_pad|>two"}))
+
+    for values, extra in (
+        ({"messages": user([IMAGE])}, {}),
+        ({"messages": user("<video>")}, {"videos": ["a"]}),
+    ):
+        with pytest.raises(DataError, match="documents are read without any"):
+            encoder.encode(Row("here:1", values, extra))
+
+    with pytest.raises(DataError, match="what column 'image' holds would be left out"):
+        encoder.encode(Row("here:1", {"text": "one"}, {"image": "a.png"}))
+
+
+def test_a_part_without_parameters_is_not_frozen_silently(vision: Vision) -> None:
+    model = built(vision)
+    model.model.visual = torch.nn.Identity()
+
+    with pytest.raises(ModelError, match=r"the part 'vision' of .* has no parameters"):
+        freeze(model, ["vision"])
 
 
 def test_a_folder_without_an_image_processor(tmp_path: Path) -> None:

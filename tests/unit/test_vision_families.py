@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,13 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
+from drumline.config.config import Config
 from drumline.config.data import DataConfig, FileSource
+from drumline.data.fingerprint import cache_key
 from drumline.data.image_rows import VisionRowEncoder
 from drumline.data.images import collate_vision
-from drumline.data.sources import read_rows
-from drumline.errors import ModelError, PlanError
+from drumline.data.sources import Row, read_rows
+from drumline.errors import DataError, ModelError, PlanError
 from drumline.models.head import can_split, trial_batch
 from drumline.models.image_tokens import FAMILIES, GemmaVision, OneVision, Vision
 from drumline.models.load import load_config
@@ -267,6 +270,36 @@ def test_the_most_pixels_of_an_image(vision: Vision) -> None:
 
         assert limited is not None
         assert limited.tokens(limited.measure(picture, 1)) < before
+
+
+def test_a_text_holds_no_token_of_an_image(folder: Path, vision: Vision) -> None:
+    """Also if the mark of an image is another token: it would have no feature."""
+    tokenizer = load_tokenizer(vision.path, vision.model)
+    data = DataConfig(train=[FileSource(path="rows.jsonl")])
+    token = tokenizer.convert_ids_to_tokens(vision.token_id)
+    row = Row("here:1", {"prompt": f"what is {token}?", "completion": "RED"})
+
+    with pytest.raises(DataError, match=r"a text of this row holds|writes 1 places"):
+        VisionRowEncoder(tokenizer, data, vision).encode(row)
+
+
+def test_the_cache_is_of_the_models_own_numbers(folder: Path, vision: Vision) -> None:
+    """What decides on tokens, and is not in the processor, names the cache."""
+    settings = [{"kind": "file", "path": "rows.jsonl"}]
+    values = {"model": {"id": vision.path}, "data": {"train": settings, "packing": False}}
+    config = Config.model_validate(values)
+    key = partial(cache_key, config, config.data.train, "train", vision.path, folder)
+    before = key(vision)
+
+    assert before == key(vision_of(folder / "model"))
+
+    if isinstance(vision, GemmaVision):
+        assert key(replace(vision, end_id=vision.end_id + 1)) != before
+    elif isinstance(vision, OneVision):
+        other = load_config(vision.path, vision.model)
+        other.vision_aspect_ratio = "anyres_max_9"
+
+        assert key(replace(vision, config=other)) != before
 
 
 def test_every_family_is_tested() -> None:

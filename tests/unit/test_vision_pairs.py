@@ -150,6 +150,43 @@ def test_prompts_with_other_images_are_other_prompts(tmp_path: Path, vision: Vis
     assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
 
 
+def test_image_tokens_of_a_pair_count_on_both_sides(folder: Path, vision: Vision) -> None:
+    cache = cache_of(folder, vision, "dpo")
+    tokens = 0
+    for sample in range(len(cache)):
+        for ids, _ in cache.segments(sample):
+            tokens += int((ids == vision.token_id).sum())
+
+    assert cache.info["image_tokens"] == tokens
+    assert cache.info["images"] < tokens
+
+
+# The error that a row gets → the row, whose texts are not rendered by the chat template.
+MISTAKES: dict[str, dict[str, Any]] = {
+    "0 images, but the chat template writes 1 places": {
+        "chosen": "one <|image_pad|> two",
+        "rejected": "one <|image_pad|> three",
+    },
+    "`chosen` holds images, and here only a prompt may have some": {
+        "prompt": "one",
+        "chosen": [{"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}],
+        "rejected": "two",
+    },
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_answers_hold_no_images(tmp_path: Path, vision: Vision, kind: str, message: str) -> None:
+    row = MISTAKES[message]
+    if kind == "kto":
+        message = message.replace("chosen", "completion")
+    write_rows(tmp_path / "rows.jsonl", [row])
+
+    with pytest.raises(DataError, match=message):
+        cache_of(tmp_path, vision, kind)
+
+
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_a_pair_that_would_lose_an_image_is_left_out(
     folder: Path, vision: Vision, kind: str

@@ -16,6 +16,7 @@ class RewardModelConfig(PairSpec):
     """Bradley-Terry (1952) on pairs: −log σ(r(chosen) − r(rejected) − margin); r is a linear head on the last token."""
 
     position: ClassVar[int] = 2
+    sees_images: ClassVar[bool] = True
     rate: ClassVar[float] = 1e-5
     metrics: ClassVar[tuple[str, ...]] = (
         *PairSpec.metrics,

@@ -548,9 +548,9 @@ def _token_activations(
         state_bytes = tokens * facts.hidden * stream_entry_bytes(layout)
         states = _states_between_stages(layout, pp_rank, pending.micro_batches)
         saved += state_bytes * states
-    if model_part.first and facts.vision_language:
-        is_low = layout.precision != "fp32"
-        saved += IMAGE_SHARE * tokens * tower_bytes(facts, is_low)
+    # With offloading, blocks of the tower are on the device while those of the text are not.
+    if model_part.first and not activations.offloaded:
+        saved += _tower_activations(layout, facts, tokens)
     return _RankActivations(
         saved=saved,
         saved_by_block=tokens * activations.saved_block,
@@ -560,6 +560,12 @@ def _token_activations(
         head=_head_of_rank(layout, facts, model_part, tokens, activations),
         pending=pending,
     )
+
+
+def _tower_activations(layout: Layout, facts: ModelFacts, tokens: float) -> float:
+    """Return the bytes that a vision tower keeps for the images among `tokens`; 0 without one."""
+    is_low = layout.precision != "fp32"
+    return IMAGE_SHARE * tokens * tower_bytes(facts, is_low)
 
 
 def _states_between_stages(layout: Layout, pp_rank: int, micro_batches: int) -> int:
@@ -920,10 +926,14 @@ def offloaded_bytes(layout: Layout, facts: ModelFacts, as_pinned: bool = True) -
     """
     if not layout.config.memory.activation_offload:
         return 0
-    tokens_bytes = formula(layout, facts).offloaded * layout.rows * layout.max_length
+    tokens = layout.rows * layout.max_length
+    tokens_bytes = formula(layout, facts).offloaded * tokens
     per_block = math.ceil(tokens_bytes / layout.mesh.cp)
     if as_pinned and layout.activation_checkpointing == "full" and per_block:
         # The next power of two.
         per_block = 1 << (per_block - 1).bit_length()
     blocks = max(0, facts.layers - BLOCKS_NOT_OFFLOADED)
-    return per_block * blocks
+    of_tower = 0.0
+    if per_block:
+        of_tower = _tower_activations(layout, facts, tokens)
+    return per_block * blocks + math.ceil(of_tower)
