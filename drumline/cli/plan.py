@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,29 @@ from drumline.errors import UserError
 
 # `full` and `none` mean the same: all weights are trained.
 ADAPTER_HELP = "full, lora or qlora."
+
+
+# Letters that may end a number of tokens.
+COUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def parse_count(given: str | float) -> float:
+    """Parse a number of tokens such as 1e9, 500M or 10B. Raises UserError for anything below 1."""
+    text = str(given).strip()
+    factor = COUNTS.get(text[-1:].upper(), 1.0)
+    digits = text
+    if factor > 1:
+        digits = text[:-1]
+    try:
+        count = factor * float(digits)
+    except ValueError:
+        count = 0.0
+    # Infinity and NaN are refused with all other options that are numbers.
+    if math.isfinite(count) and count < 1:
+        raise UserError(
+            f"{text!r} is no number of tokens", where="--tokens", fix="such as 1e9, 500M or 10B"
+        )
+    return count
 
 
 def init(
@@ -164,7 +188,11 @@ def plan(
     precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or auto.")] = None,
     tokens: Annotated[
         float | None,
-        typer.Option(min=1, help="Tokens of the whole run, such as 1e9: gives hours and cost."),
+        typer.Option(
+            parser=parse_count,
+            metavar="N",
+            help="Tokens of the whole run, such as 1e9 or 10B: gives hours and cost.",
+        ),
     ] = None,
     price: Annotated[
         float | None, typer.Option(min=0, help="Price of one device per hour, in any currency.")
@@ -206,7 +234,33 @@ def plan(
     ] = False,
     what_if: Annotated[
         str | None,
-        typer.Option(metavar="nodes=N,…", help="Print the best plan for other numbers of hosts."),
+        typer.Option(
+            metavar="KEY=VALUE,…",
+            help="Print the best plan for other numbers of hosts (nodes=2,4,8), or for devices, links"
+            " and prices that are not there (memory_gb=288 price=6).",
+        ),
+    ] = None,
+    why_not: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Print why the best plan that has this, such as tp=8, is not the first one.",
+        ),
+    ] = None,
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="TIME",
+            help="Print the cheapest number of hosts that trains --tokens in this time, such as 24h.",
+        ),
+    ] = None,
+    offers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST=PRICE,…",
+            help="Hosts for --for, with the price of a device per hour: 8xh100-80g=2.5,8xa100-80g=1.6.",
+        ),
     ] = None,
     trace: Annotated[
         bool,
@@ -290,6 +344,9 @@ def plan(
         figure=figure,
         find_limit_of=find_limit_of,
         what_if=what_if,
+        why_not=why_not,
+        deadline=deadline,
+        offers=offers,
         probe=trial,
         trace=trace,
     )

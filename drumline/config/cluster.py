@@ -152,7 +152,7 @@ class ClusterConfig(Section):
     )
     restart_seconds: Seconds | None = Field(
         None,
-        description="From a noticed fault to the next step, without reading the checkpoint; null: 7.5, measured with a tiny model.",
+        description="From a noticed fault to the next step, without reading the checkpoint; null: 24 (1 to 75), measured with tiny models.",
     )
     repair_hours: Rate = Field(
         24.0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,11 +18,13 @@ from drumline.planner.question import (
     FLAGS_ONLY_PATH,
     Flags,
     FoundModel,
+    PlanRequest,
     build_request,
     load_with_flags,
     order_overrides,
 )
 from drumline.planner.report import table
+from drumline.planner.report.cheapest import parse_duration, parse_offers, report_cheapest
 from drumline.planner.report.check import show_probes
 from drumline.planner.report.devices import show_devices
 from drumline.planner.report.explanation import explain, pick
@@ -33,7 +35,8 @@ from drumline.planner.report.output import (
     catalog_as_json,
     describe_use,
 )
-from drumline.planner.report.sizing import parse_what_if, report_largest, report_what_if
+from drumline.planner.report.sizing import report_largest, report_what_if
+from drumline.planner.report.why_not import report_why_not
 from drumline.planner.search.advice import (
     Change,
     compare_modes,
@@ -42,6 +45,7 @@ from drumline.planner.search.advice import (
 )
 from drumline.planner.search.answer import Answer, Candidate, Question, rank_again, require_here
 from drumline.planner.search.auto import heuristic_first
+from drumline.planner.search.hypothetical import Changes, parse_what_if
 from drumline.planner.search.search import search
 from drumline.report.bars import COMPARING, LOOKING_FOR_HELP, OnProgress, bars, line_if_slow
 
@@ -65,7 +69,10 @@ class Options:
     `everything`: show more than a screen.
     `explain`: the name or row number of a candidate.
     `find_limit_of`: find the largest length, or the largest batch, that fits.
-    `what_if`: such as `nodes=2,4,8`.
+    `what_if`: such as `nodes=2,4,8` or `memory_gb=288 price=6`.
+    `why_not`: such as `tp=8`.
+    `deadline`: such as `24h`, in which the run is to be over.
+    `offers`: hosts that can be rented for it, with prices, such as `8xh100-80g=2.5`.
     `trace`: trace the activations of the best few candidates.
     `probe`: runs the best candidates for some real steps, which correct all estimates
     (`train.probe.probe`).
@@ -83,6 +90,9 @@ class Options:
     figure: Path | None = None
     find_limit_of: table.SizeLimit | None = None
     what_if: str | None = None
+    why_not: str | None = None
+    deadline: str | None = None
+    offers: str | None = None
     probe: Trial | None = None
     trace: bool = False
 
@@ -103,19 +113,42 @@ def plan(options: Options) -> int:
             show_devices(console)
         return 0
     _check_options(options)
-    hosts = None
+    if options.deadline is not None:
+        _report_cheapest(options, parse_duration(options.deadline), console, aside)
+        return 0
+    rows: list[Changes] = []
     if options.what_if is not None:
-        hosts = parse_what_if(options.what_if)
+        rows = parse_what_if(options.what_if)
     loaded = load_with_flags(options.config, options.overrides, options.flags)
     with bars(aside) as on_progress:
         request = build_request(loaded, on_progress)
     question = request.question
-    notes = [*loaded.notes, *request.notes]
-    # On several hosts it is among the notes of the question.
-    if hosts is not None and question.cluster.nodes == 1:
-        notes += network_notes(question.config.cluster, max(hosts), question.cluster.inter.name)
+    notes = [*loaded.notes, *request.notes, *_notes_on_hosts(question, rows)]
     for note in notes:
         aside.print(f"note: {note}", soft_wrap=True, markup=False)
+    if rows:
+        with line_if_slow(aside, COMPARING):
+            report_what_if(question, rows, console, options.tokens, options.as_json)
+    else:
+        _answer(request, loaded, options, console, aside)
+    return 0
+
+
+def _notes_on_hosts(question: Question, rows: Sequence[Changes]) -> tuple[str, ...]:
+    """Return notes on the network of hosts that `--what-if` adds to a single one."""
+    hosts = [changes["nodes"] for changes in rows if "nodes" in changes and "inter" not in changes]
+    # On several hosts they are among the notes of the question.
+    if not hosts or question.cluster.nodes > 1:
+        return ()
+    most = max(int(number_of_hosts) for number_of_hosts in hosts)
+    return network_notes(question.config.cluster, most, question.cluster.inter.name)
+
+
+def _answer(
+    request: PlanRequest, loaded: Loaded, options: Options, console: Console, aside: Console
+) -> None:
+    """Answer the question that the options ask about one cluster."""
+    question = request.question
     if options.find_limit_of is not None:
         with line_if_slow(aside, COMPARING):
             report_largest(
@@ -125,18 +158,48 @@ def plan(options: Options) -> int:
                 options.top or PLANS_OF_ALL,
                 options.as_json,
             )
-    elif hosts is not None:
-        with line_if_slow(aside, COMPARING):
-            report_what_if(question, hosts, console, options.tokens, options.as_json)
     elif options.flags.mtbf_hours is not None:
         with line_if_slow(aside, COMPARING):
             answer = search(question)
         answer, _ = heuristic_first(answer)
         report_faults(answer, console, options.tokens, options.as_json)
+    elif options.why_not is not None:
+        with line_if_slow(aside, COMPARING):
+            answer = search(question)
+            if not answer.ranked:
+                raise nothing_fits_error(answer, smallest_changes(answer))
+            answer, _ = heuristic_first(answer)
+            report_why_not(answer, options.why_not, console, options.as_json)
     else:
         answer = _find_answer(question, request.policy, loaded, options, aside)
         _show_answer(answer, question, loaded, options, console, aside)
-    return 0
+
+
+def _report_cheapest(options: Options, deadline: float, console: Console, aside: Console) -> None:
+    """Print the cheapest of the offered hosts on which the run is over in `deadline` hours."""
+    flags = [options.flags]
+    if options.offers is not None:
+        flags = []
+        for offer in parse_offers(options.offers):
+            flags.append(replace(options.flags, cluster=offer.host, price=offer.price))
+    questions: list[Question] = []
+    notes: list[str] = []
+    for each in flags:
+        loaded = load_with_flags(options.config, options.overrides, each)
+        with bars(aside) as on_progress:
+            request = build_request(loaded, on_progress)
+        question = request.question
+        questions.append(question)
+        notes += [*loaded.notes, *request.notes]
+        if question.cluster.nodes == 1:
+            # More hosts than one will be planned for.
+            notes += network_notes(question.config.cluster, 2, question.cluster.inter.name)
+    if questions[0].config.batch.model_dump(exclude_defaults=True) == {}:
+        notes.append("no batch is set, so more devices take larger steps: set one with --batch")
+    for note in dict.fromkeys(notes):
+        aside.print(f"note: {note}", soft_wrap=True, markup=False)
+    with line_if_slow(aside, COMPARING):
+        report_cheapest(questions, options.tokens, deadline, console, options.as_json)
 
 
 def _check_options(options: Options) -> None:
@@ -144,6 +207,8 @@ def _check_options(options: Options) -> None:
     alone = {
         "--max-seq or --max-batch": options.find_limit_of,
         "--what-if": options.what_if,
+        "--why-not": options.why_not,
+        "--for": options.deadline,
         "--mtbf-hours": options.flags.mtbf_hours,
     }
     shown = {
@@ -160,12 +225,30 @@ def _check_options(options: Options) -> None:
             where="drumline plan",
             fix="ask one at a time",
         )
+    if options.offers is not None:
+        _check_offers(options)
     # Written this way round, so that nan is refused, too.
     if options.tokens is not None and not options.tokens <= MOST_TOKENS:
         raise UserError(
             f"{options.tokens} given, {MOST_TOKENS:g} or less is wanted",
             where="--tokens",
             fix="such as 1e9",
+        )
+
+
+def _check_offers(options: Options) -> None:
+    """Raise UserError if offers would be ignored, or stand beside another cluster or price."""
+    if options.deadline is None:
+        raise UserError(
+            "offers are compared by the time that they take",
+            where="--offers",
+            fix="say in which time the run is to be over, such as --for 24h",
+        )
+    if options.flags.cluster is not None or options.flags.price is not None:
+        raise UserError(
+            "each offer has its own host and price",
+            where="--offers",
+            fix="leave out --cluster and --price",
         )
 
 

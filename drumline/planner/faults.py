@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal, NamedTuple
 
 from drumline.hardware.cluster import Cluster
 from drumline.plan.facts import ModelFacts
@@ -25,13 +26,34 @@ DAY_SECONDS = 24 * HOUR_SECONDS
 # confirmed or suspected (Dubey et al. 2024, section 3.3.4).
 MTBF_HOURS = 54 * 24 * 16384 / 419
 HOST_LOST_SHARE = 0.78
-# Seconds until a fault is noticed (ARCHITECTURE.md, "Faults"): a dead rank is seen at once, and a
-# host that is cut off is given up after a while.
-NOTICE_RANK_SECONDS = 0.1
-NOTICE_HOST_SECONDS = 6.0
-# Seconds from a kill to the first step, as measured with two processes and a tiny model: 5.0 to 7.5.
-# Larger models take longer: cluster.restart_seconds sets it.
-RESTART_SECONDS = 7.5
+
+
+class Measured(NamedTuple):
+    """Seconds of something that was measured several times, or could be as short as a limit."""
+
+    shortest: float
+    median: float
+    longest: float
+
+
+# Which of the three a run is estimated with.
+Pace = Literal["shortest", "median", "longest"]
+# The medians and the longest times below are those of 37 kills on three hosts with tiny models
+# (benchmarks/results/chaos_hosts-cpu.json and chaos_hosts_elastic-cpu.json; two cores that other
+# work shared; kills of a launcher and of a cable have no such times). No GPU has measured them, and
+# larger models take longer: `cluster.restart_seconds` sets what a run takes. A test holds these
+# numbers equal to the files.
+#
+# Seconds until a dead rank is noticed. At best it is at the next look of the host's agent
+# (launch.agent.MONITOR_SECONDS). The others are of 21 killed ranks.
+NOTICE_RANK = Measured(0.1, 0.5, 0.8)
+# Seconds until a lost host is noticed. At best it is when a silent host is given up
+# (SILENT_SECONDS of drumline-hosts). The others are of 6 lost hosts.
+NOTICE_HOST = Measured(6.0, 8.1, 18.6)
+# Seconds from a noticed fault to the first step, without reading a checkpoint from a disk and
+# without the steps that are done again. The shortest is of two processes on an idle machine with a
+# checkpoint in host memory, less NOTICE_RANK (benchmarks/results/recovery-cpu.json).
+RESTART = Measured(1.0, 24.0, 74.9)
 # The most spare hosts that are tried.
 MOST_SPARES = 1000
 # An interval this many times as long as the mean time between faults gets no training done. The formula
@@ -183,12 +205,18 @@ def _poisson(mean: float, number: int) -> float:
 
 
 def run_under_faults(
-    candidate: Candidate, cluster: Cluster, facts: ModelFacts, devices: int | None = None
+    candidate: Candidate,
+    cluster: Cluster,
+    facts: ModelFacts,
+    devices: int | None = None,
+    pace: Pace = "median",
 ) -> RunUnderFaults:
     """Return a plan's run with the rates of its faults and the costs of its saves.
 
     `devices`: plan for another number of them, each with as much to do and to save. Without
     checkpoint.asynchronous the writing of a checkpoint holds the steps up.
+    `pace`: how long faults take to be noticed and the run to be back, of what was measured. The best
+    intervals between saves do not depend on it.
     """
     options = candidate.config.checkpoint
     world = candidate.devices
@@ -199,19 +227,20 @@ def run_under_faults(
     read = cluster.disk_seconds("read", state_of_host)
     devices = devices or world
     hosts = _hosts(devices, cluster)
-    restart = _restart_seconds(cluster, hosts)
+    restart = _restart_seconds(cluster, pace)
+    notice = _NoticeSeconds.of(hosts, pace)
     mtbf = (cluster.mtbf_hours or MTBF_HOURS) * HOUR_SECONDS / devices
+    from_disk = restart + read
     if options.asynchronous:
-        disk = CheckpointTier(stall=copied, lag=written, restart=restart + read, mtbf=mtbf)
+        disk = CheckpointTier(copied, written, notice.any_fault + from_disk, mtbf)
     else:
-        disk = CheckpointTier(stall=written, lag=0.0, restart=restart + read, mtbf=mtbf)
+        disk = CheckpointTier(written, 0.0, notice.any_fault + from_disk, mtbf)
     memory = None
     if options.in_memory_every is not None:
         # A lost host goes back to the disk, all other faults to the host's memory.
-        memory = CheckpointTier(
-            stall=copied, lag=0.0, restart=restart, mtbf=mtbf / (1 - HOST_LOST_SHARE)
-        )
-        disk = replace(disk, mtbf=mtbf / HOST_LOST_SHARE)
+        mtbf_of_others = mtbf / (1 - HOST_LOST_SHARE)
+        memory = CheckpointTier(copied, 0.0, notice.rank + restart, mtbf_of_others)
+        disk = replace(disk, restart=notice.host + from_disk, mtbf=mtbf / HOST_LOST_SHARE)
     return RunUnderFaults(
         devices=devices,
         hosts=hosts,
@@ -235,11 +264,31 @@ def _copy_seconds(cluster: Cluster, bytes_: float) -> float:
     return cluster.host_seconds("to_host", bytes_)
 
 
-def _restart_seconds(cluster: Cluster, hosts: int) -> float:
-    """Return the seconds from a fault to the first step, without those of reading a checkpoint."""
-    notice = NOTICE_RANK_SECONDS
-    if hosts > 1:
-        notice = NOTICE_HOST_SECONDS
-    if cluster.restart_seconds is None:
-        return notice + RESTART_SECONDS
-    return notice + cluster.restart_seconds
+class _NoticeSeconds(NamedTuple):
+    """Seconds until a fault is noticed: of a rank, of a host, and the mean over all faults."""
+
+    rank: float
+    host: float
+    any_fault: float
+
+    @classmethod
+    def of(cls, hosts: int, pace: Pace) -> _NoticeSeconds:
+        """Return the seconds of a run on so many hosts.
+
+        On one host there is no other host that would wait for it, so the dead ranks are what is
+        noticed.
+        """
+        rank: float = getattr(NOTICE_RANK, pace)
+        host = rank
+        if hosts > 1:
+            host = getattr(NOTICE_HOST, pace)
+        mean = HOST_LOST_SHARE * host + (1 - HOST_LOST_SHARE) * rank
+        return cls(rank, host, mean)
+
+
+def _restart_seconds(cluster: Cluster, pace: Pace) -> float:
+    """Return the seconds from a noticed fault to the first step, without reading a checkpoint."""
+    if cluster.restart_seconds is not None:
+        return cluster.restart_seconds
+    seconds: float = getattr(RESTART, pace)
+    return seconds

@@ -22,11 +22,11 @@ from drumline.planner.search.advice import (
     max_batch,
     max_length,
     smallest_changes,
-    what_if,
     with_row_length,
 )
 from drumline.planner.search.answer import Answer, Candidate, Question
 from drumline.planner.search.auto import choose, chosen_by, disagreements, heuristic_first
+from drumline.planner.search.hypothetical import what_if
 from drumline.planner.search.search import fits, search, search_space
 from tests import strategies as s
 from tests.unit.shapes import asks, facts, laid, question
@@ -190,7 +190,7 @@ def test_the_largest_micro_batch_of_each_family() -> None:
 def test_more_hosts_side_by_side() -> None:
     hosts = {"device": "h100-80g", "per_node": 8, "inter": "8x400Gb"}
     asked = question("8b", hosts, batch={"global_samples": 512})
-    answers = what_if(asked, [1, 2, 4])
+    answers = what_if(asked, [{"nodes": 1}, {"nodes": 2}, {"nodes": 4}])
     assert [answer.question.cluster.world_size for answer in answers] == [8, 16, 32]
 
     speeds = [answer.ranked[0].estimate.tokens_per_s for answer in answers]

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,11 +20,19 @@ import pytest
 from drumline.config.load import Request, load
 from drumline.errors import PlanError
 from drumline.plan.plan import RolePlan
-from drumline.planner.faults import MTBF_HOURS, CheckpointTier, RunUnderFaults, run_under_faults
+from drumline.planner.faults import (
+    MTBF_HOURS,
+    NOTICE_HOST,
+    NOTICE_RANK,
+    RESTART,
+    CheckpointTier,
+    RunUnderFaults,
+    run_under_faults,
+)
 from drumline.planner.search.answer import Candidate
 from drumline.planner.search.search import search_strategy
 from drumline.train.setup import plan_own_module
-from tests.harness import write_config
+from tests.harness import ROOT, read_json, write_config
 from tests.strategies import DDPStrategy
 from tests.unit.conftest import Run
 from tests.unit.shapes import question
@@ -206,6 +216,75 @@ def test_a_checkpoint_has_what_the_optimizer_keeps(optimizer: dict[str, Any], ea
     assert more.disk.stall == pytest.approx(2 * made.disk.stall, rel=1e-3)
 
 
+def kills_of(name: str) -> list[dict[str, Any]]:
+    """Return the kills in a file of results that were noticed as faults of a rank or of a host."""
+    found = []
+    for made in read_json(ROOT / "benchmarks" / "results" / name)["runs"]:
+        for kill in made["kills"]:
+            if kill["noticed_s"] is not None:
+                found.append(kill)
+    return found
+
+
+def test_times_of_faults_are_those_that_were_measured() -> None:
+    """Of the committed results: those that the explanation names."""
+    kills = kills_of("chaos_hosts-cpu.json") + kills_of("chaos_hosts_elastic-cpu.json")
+    assert len(kills) == 37
+
+    ranks = [kill["noticed_s"] for kill in kills if kill["target"] in ("rank", "save")]
+    hosts = [kill["noticed_s"] for kill in kills if kill["target"] == "host"]
+    # A step took a second.
+    restarts = [kill["back_s"] - kill["noticed_s"] - kill["steps_again"] for kill in kills]
+    for constant, seconds in ((NOTICE_RANK, ranks), (NOTICE_HOST, hosts), (RESTART, restarts)):
+        assert constant.median == pytest.approx(median(seconds), abs=0.06)
+        assert constant.longest == pytest.approx(max(seconds), abs=0.06)
+
+    recovered = read_json(ROOT / "benchmarks/results/recovery-cpu.json")["kills"]["memory"]
+    fastest = min(kill["seconds"] for kill in recovered)
+    assert RESTART.shortest == pytest.approx(fastest - NOTICE_RANK.shortest, abs=0.06)
+
+    agent = (ROOT / "drumline/launch/agent.py").read_text()
+    timing = (ROOT / "plugins/hosts/src/drumline_hosts/timing.py").read_text()
+    assert re.search(rf"^MONITOR_SECONDS = {NOTICE_RANK.shortest}$", agent, re.MULTILINE)
+    assert re.search(rf"^SILENT_SECONDS = {NOTICE_HOST.shortest}$", timing, re.MULTILINE)
+
+
+def test_what_a_fault_costs_is_a_range() -> None:
+    """A dead rank of one host; of several, the mean over ranks and hosts; a host back from the disk."""
+    asked = question("0.1b", "8xa100-80g", checkpoint={"in_memory_every": 5})
+    first = search_strategy(asked, DDPStrategy())
+    assert isinstance(first, Candidate)
+
+    read = asked.cluster.disk_seconds("read", 12 * asked.facts.trainable)
+    paces = {}
+    for pace in ("shortest", "median", "longest"):
+        paces[pace] = run_under_faults(first, asked.cluster, asked.facts, pace=pace)
+    restarts = {pace: made.disk.restart for pace, made in paces.items()}
+    assert restarts["shortest"] == pytest.approx(0.1 + 1.0 + read)
+    assert restarts["median"] == pytest.approx(0.5 + 24.0 + read)
+    assert restarts["longest"] == pytest.approx(0.8 + 74.9 + read)
+
+    goodputs = [paces[pace].goodput() for pace in ("longest", "median", "shortest")]
+    assert goodputs == sorted(goodputs)
+    assert len({made.every for made in paces.values()}) == 1
+
+    several = replace(asked.cluster, nodes=4)
+    made = run_under_faults(first, several, asked.facts, devices=32)
+    assert made.disk.restart == pytest.approx(8.1 + 24.0 + read)
+    assert made.memory is not None
+    assert made.memory.restart == pytest.approx(0.5 + 24.0)
+
+    on_disk = question("0.1b", "8xa100-80g")
+    first = search_strategy(on_disk, DDPStrategy())
+    assert isinstance(first, Candidate)
+    made = run_under_faults(first, several, on_disk.facts, devices=32)
+    assert made.disk.restart == pytest.approx(0.78 * 8.1 + 0.22 * 0.5 + 24.0 + read)
+
+    own = replace(several, restart_seconds=300.0)
+    made = run_under_faults(first, own, on_disk.facts, devices=32, pace="longest")
+    assert made.disk.restart == pytest.approx(0.78 * 18.6 + 0.22 * 0.8 + 300.0 + read)
+
+
 @pytest.fixture
 def faults(run: Run) -> Callable[..., list[dict[str, Any]]]:
     """Return a function of a command's words that gives the rows of its JSON on faults."""
@@ -229,6 +308,11 @@ def test_plan_says_what_faults_cost(run: Run, faults: Callable[..., Any]) -> Non
     rows = faults(*PRICED)
     devices = [row["devices"] for row in rows]
     assert devices[::8] == [128, 100_000]
+    for row in rows:
+        low, high = row["goodput_range"]
+        assert low < row["goodput"] < high
+        low, high = row["hours_range"]
+        assert low < row["hours"] < high
     for one, other in pairwise(rows):
         assert one["goodput"] > other["goodput"]
         assert one["every"] >= other["every"]

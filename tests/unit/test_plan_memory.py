@@ -326,7 +326,7 @@ def test_what_makes_a_run_larger_or_smaller() -> None:
 
     copies = large("ddp")
     plain = large("ddp", algorithm={"kind": "sft", "loss_chunk": 0})
-    assert plain.logits == 12 * 8 * 512 * V + 4 * V * H
+    assert plain.logits == 12 * 8 * 512 * V, "the head's gradient is made when these are gone"
     assert plain.phase == "backward"
     assert copies.peak < plain.peak
 

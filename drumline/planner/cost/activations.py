@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from drumline.config.algorithm import HeadOutput
 from drumline.config.config import LoRAConfig
 from drumline.plan.attention import choose_by_facts
 from drumline.plan.estimate import Activations
@@ -35,9 +36,9 @@ DEFAULT_FEED_RATIO = 4
 # layer for each expert.
 MOST_DENSE_LAYERS = 4
 # transformers' classes of GELU that are written in Python. Each operator keeps its own result.
+# GELUActivation is not among them: it calls torch's gelu, unless a config says gelu_python.
 PYTHON_GELU = {
     "NewGELUActivation",
-    "GELUActivation",
     "FastGELUActivation",
     "QuickGELUActivation",
 }
@@ -72,11 +73,20 @@ CAST_BYTES_FORWARD = FP32_BYTES + LOW_BYTES
 CAST_BYTES_BACKWARD = FP32_BYTES + LOW_BYTES + MASK_BYTES
 # A rotary embedding keeps a cosine and a sine for each entry of a head.
 ROTARY_TABLES = 2
+# The class of attention that hands keys of one head to torch's sdpa, with queries of many heads. No
+# fused kernel takes them, so torch computes the scores by separate operators, in fp32.
+MULTI_QUERY_ATTENTION = "FalconAttention"
+# fp32 tensors of all scores of such attention besides the softmax that it keeps: while it runs
+# forward the scores, and in backward the gradients of softmax and scores.
+SCORES_FORWARD = 1
+SCORES_BACKWARD = 2
 # What a vision tower keeps, over the inputs and outputs of its linear layers. Operators between the
 # layers are taken to keep half as much again: a guess.
 TOWER_SURPLUS = 1.5
 # Patches that a vision-language model merges into one image token: 2 × 2, as in Qwen2-VL.
 PATCHES_PER_IMAGE_TOKEN = 4
+# What most objectives compute of the logits.
+CROSS_ENTROPY: frozenset[HeadOutput] = frozenset({"cross_entropy"})
 
 
 class Product(NamedTuple):
@@ -366,6 +376,8 @@ class AttentionMemory(NamedTuple):
     stream_mask_bytes: int
     # Results of single documents are joined for the next layer, and backward needs both.
     joins_documents: bool = False
+    # No fused kernel takes its heads: torch computes the scores by separate operators, in fp32.
+    is_by_operators: bool = False
 
 
 class Setup(NamedTuple):
@@ -465,13 +477,30 @@ def _attention_memory(layout: Layout, facts: ModelFacts) -> AttentionMemory:
     stream_mask_bytes = 0
     if facts.drops_stream:
         stream_mask_bytes = _mask_bytes(layout)
+    is_by_operators = False
+    repeats_keys = mask_entries > 0 or is_ring
+    if MULTI_QUERY_ATTENTION in facts.classes and kernel == "masked" and not score_bytes:
+        is_by_operators = _has_one_key_head(facts)
+        # With several heads of keys the class repeats them for each head of queries.
+        repeats_keys = not is_by_operators
+    if is_by_operators:
+        # The softmax.
+        score_bytes = FP32_BYTES
     return AttentionMemory(
         mask_entries=mask_entries,
-        repeats_keys=mask_entries > 0 or is_ring,
+        repeats_keys=repeats_keys,
         score_bytes=score_bytes,
         stream_mask_bytes=stream_mask_bytes,
         joins_documents=kernel == "documents" and not score_bytes and needs_bounds,
+        is_by_operators=is_by_operators,
     )
+
+
+def _has_one_key_head(facts: ModelFacts) -> bool:
+    """Return whether all heads of queries share one head of keys (multi-query attention)."""
+    block = block_of(facts)
+    head_width = block.query_width / block.heads
+    return block.heads > 1 and block.key_width == head_width
 
 
 def _mask_bytes(layout: Layout) -> int:
@@ -678,12 +707,21 @@ def _live_without_recomputation(block: Block, setup: Setup) -> _Live:
     if _casts_for_adapters(setup):
         backward += CAST_BYTES_BACKWARD * inner
         forward += CAST_BYTES_FORWARD * inner + CAST_BYTES_FORWARD * block.hidden
+    if setup.attention.is_by_operators:
+        scores = _score_tensor(block, setup)
+        forward += SCORES_FORWARD * scores
+        backward += SCORES_BACKWARD * scores
     # The gradient of a gathered input; and the input too, if backward gathers it anew.
     gathered_tensors = 2 if setup.gathers_again else 1
     backward += gathered * gathered_tensors
     # The embedding's result is there while blocks run.
     forward += 2 * gathered + whole_stream - stream
     return _Live(forward, backward)
+
+
+def _score_tensor(block: Block, setup: Setup) -> float:
+    """Return the bytes of a token in one fp32 tensor of all scores of a rank's heads."""
+    return FP32_BYTES * setup.length * block.heads / setup.tp
 
 
 def _live_in_chunks(
@@ -705,6 +743,9 @@ def _forward_with_recomputation(block: Block, setup: Setup, stream: float) -> fl
     states = setup.entry_bytes * block.hidden
     whole_stream = setup.stream_entry_bytes * block.hidden
     forward = 2 * stream + _feed_forward_results(block, setup) + states
+    if setup.attention.is_by_operators:
+        # The softmax lives as long as the other scores do.
+        forward = max(forward, 2 * stream + (1 + SCORES_FORWARD) * _score_tensor(block, setup))
     return forward + _gathered_input(block, setup) + whole_stream - stream
 
 
@@ -866,7 +907,11 @@ def _add_attention(block: Block, setup: Setup, saved: float) -> float:
     attention = setup.attention
     queries = block.query_width / setup.tp
     keys = block.key_width / setup.tp
-    if attention.repeats_keys:
+    if attention.is_by_operators:
+        # Queries, keys and values in fp32 are kept besides the result.
+        saved += FP32_BYTES * (queries + 2 * keys)
+        entries = queries
+    elif attention.repeats_keys:
         # Queries and result, and keys and values for each query head. Each layer turns the mask
         # into numbers.
         entries = 4 * queries
@@ -927,20 +972,35 @@ class HeadBytes(NamedTuple):
 
     # While the objective computes.
     loss: float
-    # From there to the end of the head's backward.
+    # While the gradients of logits and head are computed, before the backward of the last norm; 0 in
+    # chunks, whose forward has computed them.
+    gradients: float
+    # After that, to the end of the backward of the last norm.
     backward: float
     # After the head's backward: its gradient, which stays.
     gradient_after_head: float
 
 
+NO_HEAD = HeadBytes(0.0, 0.0, 0.0, 0.0)
+
+
 def head_bytes(
-    kind: ComputeMode, vocabulary: int, hidden: int, chunk: int, tokens: float, trainable: bool
+    kind: ComputeMode,
+    vocabulary: int,
+    hidden: int,
+    chunk: int,
+    tokens: float,
+    trainable: bool,
+    outputs: frozenset[HeadOutput] = CROSS_ENTROPY,
 ) -> HeadBytes:
     """Return the bytes of the logits of a micro-batch, and of the gradient of its head.
 
     `vocabulary`: rows of the head on this rank. `chunk`: tokens whose logits exist at once; 0: all.
-    `tokens`: of the micro-batch. `trainable`: the head has a gradient.
+    `tokens`: of the micro-batch. `trainable`: the head has a gradient. `outputs`: what the objective
+    computes of the logits, which matters without chunks alone.
     """
+    if chunk == 0:
+        return _head_bytes_of_autograd(kind, vocabulary, hidden, tokens, trainable, outputs)
     weight = 0.0
     if trainable:
         weight = float(FP32_BYTES) * vocabulary * hidden
@@ -948,15 +1008,6 @@ def head_bytes(
     gradient_after_head = weight / 2 if kind == "low" else weight
     # Logits in the type in which the head computes stand beside the fp32 ones.
     low_logits = 0 if kind == "fp32" else LOW_BYTES
-    if chunk == 0:
-        logits = tokens * vocabulary
-        # fp32 logits and log-softmax.
-        in_loss = 2 * FP32_BYTES + low_logits
-        # Log-softmax; then its gradient twice besides it.
-        in_backward = 3 * FP32_BYTES
-        return HeadBytes(
-            in_loss * logits, in_backward * logits + gradient_after_head, gradient_after_head
-        )
     rows = min(chunk, tokens)
     # Autocast's copy of the weight.
     cast = 0.0
@@ -967,4 +1018,75 @@ def head_bytes(
     # All is written over the fp32 logits. The chunk before is still there when the next is made.
     entry = FP32_BYTES + low_logits
     logits = entry * min(2 * rows, tokens) * vocabulary
-    return HeadBytes(logits + weight + cast + gradient, 2 * weight + gradient, gradient_after_head)
+    return HeadBytes(
+        loss=logits + weight + cast + gradient,
+        gradients=0.0,
+        backward=2 * weight + gradient,
+        gradient_after_head=gradient_after_head,
+    )
+
+
+class _LogitTensors(NamedTuple):
+    """How many tensors of all logits exist at once without chunks."""
+
+    # In the loss, in the type in which the head computes.
+    of_head: int
+    # In the loss, in fp32.
+    fp32: int
+    # In the backward of the loss, in fp32.
+    fp32_in_backward: int
+
+
+def _logit_tensors(kind: ComputeMode, outputs: frozenset[HeadOutput]) -> _LogitTensors:
+    """Return how many tensors of logits `models.losses` and autograd hold.
+
+    Cross-entropy is log_softmax and nll_loss of the logits in fp32, which are a copy unless the head
+    computes in fp32. Autograd keeps the log-softmax alone: no backward reads logits. In its backward
+    there are the log-softmax, the gradient that nll_loss gives, and that of its input.
+    Log-probabilities also copy the rows that have a target, and scale them by the temperature;
+    gather gives the gradient. Entropies add the softmax and its product with the log-softmax, and in
+    backward the softmax and one gradient of each.
+    """
+    if "entropy" in outputs:
+        return _LogitTensors(2, 4, 5)
+    if "log_probs" in outputs:
+        return _LogitTensors(2, 2, 3)
+    if kind == "fp32":
+        return _LogitTensors(1, 1, 3)
+    return _LogitTensors(1, 2, 3)
+
+
+def _head_bytes_of_autograd(
+    kind: ComputeMode,
+    vocabulary: int,
+    hidden: int,
+    tokens: float,
+    trainable: bool,
+    outputs: frozenset[HeadOutput],
+) -> HeadBytes:
+    """Return the bytes of a head whose logits all exist at once. A test counts the tensors.
+
+    The gradient of the head is made when all fp32 tensors of logits are gone.
+    """
+    logits = tokens * vocabulary
+    weight = float(vocabulary) * hidden
+    entry = FP32_BYTES if kind == "fp32" else LOW_BYTES
+    tensors = _logit_tensors(kind, outputs)
+    of_softmax = FP32_BYTES * tensors.fp32_in_backward * logits
+    # The gradient of the logits that the head made, of its input, and of its weight.
+    of_product = entry * (logits + tokens * hidden)
+    of_cast = 0.0
+    gradient_after_head = 0.0
+    if trainable:
+        of_product += entry * weight
+        weight_entry = LOW_BYTES if kind == "low" else FP32_BYTES
+        gradient_after_head = weight_entry * weight
+        if kind == "autocast":
+            # The gradient of autocast's copy of the weight becomes the gradient of the weight.
+            of_cast = gradient_after_head + LOW_BYTES * weight
+    return HeadBytes(
+        loss=(entry * tensors.of_head + FP32_BYTES * tensors.fp32) * logits,
+        gradients=max(of_softmax, of_product, of_cast),
+        backward=gradient_after_head,
+        gradient_after_head=gradient_after_head,
+    )

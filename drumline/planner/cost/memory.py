@@ -41,6 +41,7 @@ from drumline.plan.plan import Layout
 from drumline.plan.rule import is_data_parallel_only, packed_bits
 from drumline.planner.cost import fitted
 from drumline.planner.cost.activations import (
+    NO_HEAD,
     HeadBytes,
     block_of,
     formula,
@@ -478,6 +479,12 @@ def _phases(
         logits=head_gradient,
         buffers=in_block + buffers.second,
     )
+    gradients_of_logits = Phase(
+        early_gradients, at_head, head.gradients, in_backward + buffers.head
+    )
+    last_norm_in_backward = Phase(
+        early_gradients, at_head + norm, head.backward, in_backward + buffers.head
+    )
     # The model's first block.
     last_in_backward = rank_activations.saved_by_block + rank_activations.live_backward
     return {
@@ -485,7 +492,7 @@ def _phases(
             early_gradients, saved + rank_activations.live_forward, 0.0, in_forward + buffers.block
         ),
         "loss": Phase(early_gradients, at_head, head.loss, in_forward + buffers.head),
-        "head": Phase(early_gradients, at_head + norm, head.backward, in_backward + buffers.head),
+        "head": max(gradients_of_logits, last_norm_in_backward, key=sum),
         "blocks": max(first_in_backward, second_in_backward, key=sum),
         "end": Phase(all_gradients, last_in_backward, 0.0, in_backward + at_end),
         "average": Phase(all_gradients, 0.0, 0.0, buffers.always + buffers.average),
@@ -520,7 +527,7 @@ def _image_activations(
         saved_outside_blocks=0.0,
         live_forward=by_block,
         live_backward=by_block,
-        head=HeadBytes(0.0, 0.0, 0.0),
+        head=NO_HEAD,
         pending=PendingActivations(0.0, 1),
     )
 
@@ -644,9 +651,14 @@ def _head_of_rank(
         if any(weight.trainable and weight.position == "after" for weight in heads):
             gradient_after_head = float(stream_entry_bytes(layout)) * rows * facts.hidden
         in_backward = tokens * (activations.live_loss_backward or 0.0)
-        return HeadBytes(tokens * activations.live_loss, in_backward, gradient_after_head)
+        return HeadBytes(
+            loss=tokens * activations.live_loss,
+            gradients=0.0,
+            backward=in_backward,
+            gradient_after_head=gradient_after_head,
+        )
     if not model_part.last or not algorithm.head_outputs or not facts.vocab_size:
-        return HeadBytes(0.0, 0.0, 0.0)
+        return NO_HEAD
     # Tokens whose logits exist at once; 0: all. A model that caps or scales its logits makes them
     # whole.
     chunk = 0
@@ -659,7 +671,15 @@ def _head_of_rank(
         # The other half of the tokens are of the encoder.
         tokens /= 2
     is_trainable = any(weight.trainable for weight in heads)
-    return head_bytes(compute_mode_of(layout), rows, facts.hidden, chunk, tokens, is_trainable)
+    return head_bytes(
+        compute_mode_of(layout),
+        rows,
+        facts.hidden,
+        chunk,
+        tokens,
+        is_trainable,
+        algorithm.head_outputs,
+    )
 
 
 def _makes_logits(weight: Weight, facts: ModelFacts) -> bool:

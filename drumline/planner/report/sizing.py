@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from drumline.config.cluster import MOST_NODES
-from drumline.errors import PlanError, UserError
+from drumline.errors import PlanError
 from drumline.plan.explain import checkpointing
 from drumline.planner.report.output import VERSION, candidate_as_json
 from drumline.planner.report.table import (
@@ -20,10 +19,17 @@ from drumline.planner.report.table import (
     SizeLimit,
     main_cells,
     plain_table,
+    run_length_to_show,
     show_headline,
 )
-from drumline.planner.search.advice import LargestFit, max_batch, max_length, what_if
+from drumline.planner.search.advice import LargestFit, max_batch, max_length
 from drumline.planner.search.answer import Answer, Candidate, Question, number
+from drumline.planner.search.hypothetical import (
+    Changes,
+    changes_hosts_alone,
+    describe_changes,
+    what_if,
+)
 
 
 class Quantity(NamedTuple):
@@ -85,47 +91,35 @@ def _size_row(size: LargestFit) -> list[str]:
     return [candidate.name, f"{size.number:,}", *shown, checkpointing(candidate.layout)]
 
 
-def parse_what_if(text: str) -> list[int]:
-    """Return the numbers of hosts in the value of `--what-if`, such as `nodes=2,4,8`.
-
-    Raises UserError for another value.
-    """
-    key, _, values = text.partition("=")
-    parts = []
-    for part in values.split(","):
-        # A comma at the end makes an empty part.
-        if part.strip():
-            parts.append(part.strip())
-    are_counts = all(part.isdecimal() and int(part) > 0 for part in parts)
-    if key.strip() != "nodes" or not parts or not are_counts:
-        raise UserError(
-            f"{text!r} is no question",
-            where="--what-if",
-            fix="write nodes=2,4,8: the hosts to plan for instead",
-        )
-    numbers = [int(part) for part in parts]
-    most = max(numbers)
-    if most > MOST_NODES:
-        raise UserError(
-            f"{most} hosts are more than anybody has",
-            where="--what-if",
-            fix=f"at most {MOST_NODES}",
-        )
-    return numbers
-
-
 def report_what_if(
-    question: Question, hosts: Sequence[int], console: Console, tokens: float | None, as_json: bool
+    question: Question,
+    rows: Sequence[Changes],
+    console: Console,
+    tokens: float | None,
+    as_json: bool,
 ) -> None:
-    """Print the first plan on each number of hosts, and what more devices gain.
+    """Print the first plan on each cluster that is asked about, and what it gains.
 
+    Other numbers of hosts are compared with each other, other changes with the cluster as it is.
     `tokens`: of the whole run; None: those of its steps.
     """
-    answers = what_if(question, hosts)
+    is_of_hosts = changes_hosts_alone(rows)
+    if not is_of_hosts:
+        unchanged: Changes = {}
+        rows = [unchanged, *rows]
+    answers = what_if(question, rows)
     if as_json:
-        _print_what_if_json(answers, tokens)
-        return
-    show_headline(answers[0].question, console)
+        _print_what_if_json(rows, answers, tokens)
+    elif is_of_hosts:
+        show_headline(answers[0].question, console)
+        _show_hosts(answers, console, tokens)
+    else:
+        show_headline(question, console)
+        _show_changes(rows, answers, console, tokens)
+
+
+def _show_hosts(answers: Sequence[Answer], console: Console, tokens: float | None) -> None:
+    """Print the first plan on each number of hosts, and how far it is from linear scaling."""
     fitting = [answer for answer in answers if answer.ranked]
     rows = []
     for answer in answers:
@@ -133,21 +127,66 @@ def report_what_if(
             rows.append(_fitting_row(answer, fitting[0], tokens))
         else:
             rows.append(_refused_row(answer))
-    is_known = any(answer.ranked[0].hours(tokens) is not None for answer in fitting)
-    hours = "hours" if is_known else "hours /\n1B tokens"
+    hours = _head_of_hours(fitting, tokens)
     heads = ("hosts", "devices", "strategy", *SHOWN, "speed", "of\nlinear", hours)
     console.print(plain_table(console, heads, rows, spare=(hours, VERDICT, "devices")))
 
 
-def _print_what_if_json(answers: Sequence[Answer], tokens: float | None) -> None:
-    """Print the first plan on each number of hosts as JSON, null if none fits."""
+def _head_of_hours(fitting: Sequence[Answer], tokens: float | None) -> str:
+    """Return the head of the column of hours, which are of a billion tokens if none are known."""
+    is_known = any(answer.ranked[0].hours(tokens) is not None for answer in fitting)
+    return "hours" if is_known else "hours /\n1B tokens"
+
+
+def _show_changes(
+    rows: Sequence[Changes], answers: Sequence[Answer], console: Console, tokens: float | None
+) -> None:
+    """Print the first plan after each change, beside that on the cluster as it is."""
+    fitting = [answer for answer in answers if answer.ranked]
+    base = None
+    if answers[0].ranked:
+        base = answers[0].ranked[0]
+    cells = []
+    for changes, answer in zip(rows, answers, strict=True):
+        cells.append([describe_changes(changes) or "as it is", *_cells(answer, base, tokens)])
+    hours = _head_of_hours(fitting, tokens)
+    heads = ("what if", "strategy", *SHOWN, "times\nas fast", hours, "cost")
+    console.print(plain_table(console, heads, cells, spare=("cost", VERDICT)))
+
+
+def _cells(answer: Answer, base: Candidate | None, tokens: float | None) -> list[str]:
+    """Return the cells of a changed cluster: its first plan, its gain over `base`, hours and cost."""
+    if not answer.ranked:
+        name, verdict, needs = _cells_of_nearest(answer)
+        return [name, verdict, needs, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN]
+    first = answer.ranked[0]
+    cells = main_cells(first)
+    gain = UNKNOWN
+    if base is not None:
+        gain = f"{first.estimate.tokens_per_s / base.estimate.tokens_per_s:.2f}"
+    length = run_length_to_show([first], tokens).tokens
+    cost = first.cost(answer.question.cluster.price_per_device_hour, length)
+    shown = [cells[head] for head in SHOWN]
+    return [first.name, *shown, gain, number(first.hours(length)), number(cost)]
+
+
+def _print_what_if_json(
+    rows: Sequence[Changes], answers: Sequence[Answer], tokens: float | None
+) -> None:
+    """Print the first plan on each cluster as JSON, null if none fits."""
     found = []
-    for answer in answers:
+    for changes, answer in zip(rows, answers, strict=True):
         cluster = answer.question.cluster
         best = None
         if answer.ranked:
             best = candidate_as_json(answer.question, answer.ranked[0], tokens)
-        found.append({"nodes": cluster.nodes, "devices": cluster.world_size, "best": best})
+        row = {
+            "changed": dict(changes),
+            "nodes": cluster.nodes,
+            "devices": cluster.world_size,
+            "best": best,
+        }
+        found.append(row)
     print(json.dumps({"version": VERSION, "what_if": found}, indent=2))
 
 
@@ -175,17 +214,19 @@ def _fitting_row(answer: Answer, base: Answer, tokens: float | None) -> list[str
 def _refused_row(answer: Answer) -> list[str]:
     """Return the row of a number of hosts on which nothing fits: the nearest plan, without its speed."""
     cluster = answer.question.cluster
-    nearest = _nearest_refused(answer)
-    name = UNKNOWN
-    verdict = "no"
-    needs = UNKNOWN
-    if nearest is not None:
-        cells = main_cells(nearest)
-        name = nearest.name
-        verdict, needs = (cells[head] for head in SHOWN[:2])
-    gain = [UNKNOWN, UNKNOWN, UNKNOWN]
     hosts = [str(cluster.nodes), str(cluster.world_size)]
-    return [*hosts, name, verdict, needs, UNKNOWN, *gain]
+    gain = [UNKNOWN, UNKNOWN, UNKNOWN]
+    return [*hosts, *_cells_of_nearest(answer), UNKNOWN, *gain]
+
+
+def _cells_of_nearest(answer: Answer) -> tuple[str, str, str]:
+    """Return name, verdict and memory of the plan that comes nearest to fitting."""
+    nearest = _nearest_refused(answer)
+    if nearest is None:
+        return UNKNOWN, "no", UNKNOWN
+    cells = main_cells(nearest)
+    verdict, needs = (cells[head] for head in SHOWN[:2])
+    return nearest.name, verdict, needs
 
 
 def _nearest_refused(answer: Answer) -> Candidate | None:

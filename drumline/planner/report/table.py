@@ -72,6 +72,10 @@ TEXT_COLUMNS = (
     "link",
     "usual link",
     "to host",
+    "what if",
+    "term",
+    "rented",
+    "in time",
 )
 # The quantity whose largest fitting value the user asks for.
 SizeLimit = Literal["max_length", "max_batch"]

@@ -24,7 +24,6 @@ from drumline.plan.explain import flow_style
 from drumline.plan.facts import with_length
 from drumline.plan.plan import Plan
 from drumline.plan.stages import least_accumulation
-from drumline.planner.cluster import with_nodes
 from drumline.planner.derived import with_lora
 from drumline.planner.search.answer import (
     GB,
@@ -256,15 +255,6 @@ def max_batch(question: Question) -> tuple[LargestFit, ...]:
 def _size_and_speed(largest_fit: LargestFit) -> tuple[int, float]:
     """Return the order of micro-batches: by size, then by speed."""
     return largest_fit.number, largest_fit.candidate.estimate.tokens_per_s
-
-
-def what_if(question: Question, nodes: Sequence[int]) -> tuple[Answer, ...]:
-    """Return the answers for these numbers of hosts of the cluster, in their order."""
-    answers = []
-    for number in nodes:
-        cluster = with_nodes(question.cluster, number)
-        answers.append(search(replace(question, cluster=cluster)))
-    return tuple(answers)
 
 
 class Proposal(NamedTuple):

@@ -1,0 +1,291 @@
+"""The questions of `drumline plan` about other layouts, other clusters and what to rent.
+
+These are --why-not, --what-if and --for.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from drumline.cli.plan import parse_count
+from drumline.errors import UserError
+from drumline.planner.report.cheapest import Offer, parse_duration, parse_offers
+from drumline.planner.search.answer import Question
+from drumline.planner.search.cheapest import Rented, cheapest, rent
+from drumline.planner.search.hypothetical import change_cluster, parse_what_if
+from drumline.planner.search.rival import find_rival, parse_wanted, time_terms, why_worse
+from drumline.planner.search.search import search
+from tests.unit.conftest import Run
+from tests.unit.shapes import question
+
+BATCH = {"global_samples": 64}
+# Layers are few, so that a search takes little.
+SHAPE = "model.shape={layers: 4, hidden: 1024, heads: 16, kv_heads: 16, intermediate: 2816, vocabulary: 32000}"
+SMALL = ["plan", SHAPE, "--length", "1024", "--batch", "64"]
+
+
+def show(value: float) -> str:
+    return f"{value:.2f}"
+
+
+# -------------------------------------------------------------------------------------------------- --why-not
+
+
+@pytest.fixture(scope="module")
+def eight() -> Question:
+    return question("1b", "8xa100-80g", batch=BATCH)
+
+
+def test_a_worse_layout_is_explained_term_by_term(eight: Question) -> None:
+    answer = search(eight)
+    rival = find_rival(answer, parse_wanted("tp=8"))
+    assert rival.other is not None
+    assert rival.other.layout.mesh.tp == 8
+    assert rival.reason == ""
+    assert not rival.is_first
+
+    terms = time_terms(rival)
+    for name, candidate in (("first", rival.first), ("other", rival.other)):
+        total = sum(getattr(term, name) for term in terms)
+        assert total == pytest.approx(1e6 / candidate.estimate.tokens_per_s)
+
+    worst = max(terms, key=lambda term: term.difference)
+    assert worst.name == "communication"
+    slower = rival.first.estimate.tokens_per_s / rival.other.estimate.tokens_per_s
+    assert slower > 1
+    words = why_worse(rival, show)
+    assert words.startswith(f"it takes {slower:.2f} × as long: for a million tokens communication ")
+    assert "its speed counts 0.75 ×, since no measured run has confirmed it" in words
+
+
+def test_a_layout_that_does_not_fit_is_explained_by_its_memory() -> None:
+    asked = question("8b", "8xa100-80g", batch=BATCH)
+    rival = find_rival(search(asked), parse_wanted("strategy=ddp"))
+    assert rival.other is not None
+    assert rival.other.estimate.memory.reserved > 85e9
+    assert why_worse(rival, show) == f"it does not fit: {rival.reason}."
+    assert " GB > " in rival.reason
+
+
+def test_the_first_plan_has_what_it_has(eight: Question) -> None:
+    answer = search(eight)
+    kind = answer.ranked[0].layout.strategy.kind
+    rival = find_rival(answer, parse_wanted(f"strategy={kind}"))
+    assert rival.is_first
+    assert why_worse(rival, show) == "row 1 has it."
+
+    checkpointed = find_rival(answer, parse_wanted("checkpointing=full"))
+    assert checkpointed.other is not None
+    assert checkpointed.other.layout.activation_checkpointing == "full"
+    first = answer.ranked[0].layout.batch.micro_batch
+    smaller = find_rival(answer, parse_wanted("micro_batch=1"))
+    assert smaller.other is not None
+    assert smaller.other.layout.batch.micro_batch == 1 < first
+
+
+def test_what_no_layout_has_is_refused_with_what_there_is(eight: Question) -> None:
+    with pytest.raises(UserError, match="no layout of 8 devices has tp=3") as refused:
+        find_rival(search(eight), parse_wanted("tp=3"))
+    assert refused.value.fix == "there are tp=1, 2, 4, 8"
+    for text in ("tp", "tp=", "tp=0", "tp=x", "nodes=2", "checkpointing=some", "compile=1"):
+        with pytest.raises(UserError, match="is no question"):
+            parse_wanted(text)
+
+
+def test_why_not_prints_both_plans(run: Run) -> None:
+    words = [*SMALL, "--cluster", "4xa100-80g", "--why-not", "tp=4"]
+    code, out, err = run(*words, columns=100)
+    assert code == 0, err
+    assert "tp=4 (" in out
+    for part in ("row 1:", "seconds for a million tokens", "communication", "in all", "compute"):
+        assert part in out, part
+
+    code, out, _ = run(*words, "--json")
+    found = json.loads(out)["why_not"]
+    assert found["wanted"] == "tp=4"
+    assert found["other"]["mesh"]["tp"] == 4
+    first, other = found["terms"]["seconds_per_million_tokens"]["communication"]
+    assert other > first
+    parts = found["terms"]["gb_at_peak"].values()
+    needs = found["other"]["memory"]["reserved"]
+    assert sum(pair[1] for pair in parts) == pytest.approx(needs / 1e9)
+
+
+# -------------------------------------------------------------------------------------------------- --what-if
+
+
+def test_what_if_changes_what_it_names() -> None:
+    cluster = question("0.1b", "8xh100-80g").cluster
+    (changes,) = parse_what_if(
+        "memory_gb=288 bandwidth_gb_s=8000 bf16_tflops=4000 intra=1800 price=6"
+    )
+    changed = change_cluster(cluster, changes)
+    assert changed.device.memory_bytes == 288 * 10**9
+    assert changed.device.bandwidth == 8e12
+    assert changed.device.flops["bf16"] == pytest.approx(4e15)
+    before = cluster.device.flops
+    ratio = changed.device.flops["fp32"] / before["fp32"]
+    assert ratio == pytest.approx(4e15 / before["bf16"])
+    assert changed.intra.bandwidth == 1.8e12
+    assert changed.intra.efficiency == cluster.intra.efficiency
+    assert changed.price_per_device_hour == 6
+    assert cluster.device.memory_bytes != changed.device.memory_bytes
+
+    (changes,) = parse_what_if("device=h200 inter=8x800Gb nodes=4")
+    changed = change_cluster(cluster, changes)
+    assert changed.device.name == "h200"
+    assert changed.world_size == 32
+    assert changed.inter.bandwidth == 8e11
+
+    rows = parse_what_if("nodes=2,4 price=3,5")
+    assert rows[1] == {"nodes": 2, "price": 5.0}
+    assert len(rows) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("memory=288", "is no question"),
+        ("price", "is no question"),
+        ("price=1 price=2", "is no question"),
+        ("", "is no question"),
+        ("memory_gb=0", "a number greater than 0"),
+        ("bf16_tflops=nan", "a number greater than 0"),
+        ("intra=nvlonk", "or a link such as nvlink4"),
+        ("device=h2000", "no device 'h2000'"),
+        ("per_node=500", "devices of a host are more than"),
+        ("nodes=1,2,3,4,5,6,7,8,9 price=1,2,3,4,5,6,7,8", "72 combinations"),
+    ],
+)
+def test_a_mistake_in_what_if(text: str, what: str) -> None:
+    with pytest.raises(UserError, match=what):
+        parse_what_if(text)
+
+
+def test_what_if_of_a_card_prints_the_cluster_as_it_is_beside_it(run: Run) -> None:
+    words = [*SMALL, "--cluster", "2x4090", "--price", "1", "--tokens", "1B"]
+    words += ["--what-if", "bf16_tflops=660 bandwidth_gb_s=4000 intra=300 price=1,4"]
+    code, out, err = run(*words, columns=120)
+    assert code == 0, err
+    assert "as it is" in out
+    assert "price=4" in out
+
+    _, out, _ = run(*words, "--json")
+    now, cheap, dear = json.loads(out)["what_if"]
+    assert now["changed"] == {}
+    assert cheap["changed"]["price"] == 1
+    assert cheap["best"]["tokens_per_s"] > 2 * now["best"]["tokens_per_s"]
+    assert dear["best"]["cost"] == pytest.approx(4 * cheap["best"]["cost"])
+
+
+# ------------------------------------------------------------------------------------------------------ --for
+
+
+def test_durations_counts_and_offers() -> None:
+    assert parse_duration("24h") == 24
+    assert parse_duration("1d12h") == 36
+    assert parse_duration("90m") == 1.5
+    assert parse_count("10B") == 1e10
+    assert parse_count("2.5m") == 2.5e6
+    assert parse_count("1e9") == 1e9
+    assert parse_offers("8xh100-80g=2.5,8xa100-80g=1.6") == [
+        Offer("8xh100-80g", 2.5),
+        Offer("8xa100-80g", 1.6),
+    ]
+    for text in ("", "24", "h", "-1h", "0h"):
+        with pytest.raises(UserError, match="is no duration"):
+            parse_duration(text)
+    for text in ("0", "B", "ten", "-1"):
+        with pytest.raises(UserError, match="is no number of tokens"):
+            parse_count(text)
+    for text in ("8xh100-80g", "=2", "h100=x", "h100=-1", "h100=nan"):
+        with pytest.raises(UserError, match="is no offer"):
+            parse_offers(text)
+
+
+def test_the_fewest_hosts_that_are_in_time() -> None:
+    asked = question("1b", {"device": "a100-80g", "per_node": 8, "inter": "8x200Gb"}, batch=BATCH)
+    asked = replace(asked, cluster=replace(asked.cluster, price_per_device_hour=2.0))
+    alone = rent(asked, 1e9, 1e6)
+    assert [each.nodes for each in alone] == [1]
+    hours = alone[0].hours
+    assert hours is not None
+    assert alone[0].cost == pytest.approx(2.0 * 8 * hours)
+
+    # Half of the slow end of one host's time.
+    fast, slow = alone[0].hours_range or (0.0, 0.0)
+    assert fast < hours < slow
+    tried = rent(asked, 1e9, slow / 2)
+    counts = [each.nodes for each in tried]
+    assert counts == sorted(counts)
+    enough = [each for each in tried if each.in_time == "yes"]
+    late = [each.nodes for each in tried if each.in_time != "yes"]
+    chosen = cheapest(tried)
+    assert chosen is not None
+    assert min(each.nodes for each in enough) == max(late) + 1
+    assert chosen.cost == min(each.cost for each in enough if each.cost is not None)
+    assert chosen.hours_range is not None
+    assert chosen.hours_range[1] <= slow / 2
+
+
+def test_a_run_that_is_in_time_at_the_slow_end_goes_first() -> None:
+    asked = question("0.1b", "8xa100-80g", batch=BATCH)
+    first = search(asked).ranked[0]
+    hours = first.hours(1e9) or 0.0
+    slow = hours * first.estimate.seconds_range[1]
+
+    def rented(price: float, deadline: float) -> Rented:
+        cluster = replace(asked.cluster, price_per_device_hour=price)
+        return Rented(replace(asked, cluster=cluster), first, 1e9, deadline)
+
+    sure = rented(3.0, slow)
+    likely = rented(1.0, (hours + slow) / 2)
+    late = rented(0.5, hours / 2)
+    assert [each.in_time for each in (sure, likely, late)] == ["yes", "likely", "no"]
+    assert cheapest([likely, sure, late]) is sure
+    assert cheapest([likely, late]) is likely
+    assert cheapest([late]) is None
+    assert cheapest([sure, rented(2.0, slow)]) == rented(2.0, slow)
+
+
+def rows_for(run: Run, *words: str) -> tuple[int, Any]:
+    code, out, _ = run(*SMALL, *words, "--json")
+    return code, json.loads(out)["for"]
+
+
+def test_for_prints_the_cheapest_offer(run: Run) -> None:
+    offers = ["--offers", "4xa100-80g=1.5,4x4090=0.4", "--tokens", "1B"]
+    code, found = rows_for(run, "--for", "10d", *offers)
+    assert code == 0
+    clusters = {row["cluster"]: row for row in found["tried"]}
+    assert set(clusters) == {"1x4xa100-80g", "1x4x4090"}
+    costs = [row["cost"] for row in found["tried"]]
+    chosen = found["tried"][found["cheapest"]]
+    assert chosen["cost"] == min(costs)
+    assert chosen["cost"] == pytest.approx(
+        chosen["price_per_device_hour"] * 4 * chosen["best"]["hours"]
+    )
+    assert found["hours"] == 240
+
+    code, out, err = run(*SMALL, "--for", "10d", *offers)
+    assert code == 0, err
+    assert f"Cheapest: {chosen['cluster']}, {chosen['best']['name']}: " in out
+
+
+def test_for_says_what_is_missing(run: Run) -> None:
+    code, _, err = run(*SMALL, "--cluster", "4x4090", "--for", "24h")
+    assert code == 2
+    assert "the length of the run is not known" in err
+    code, _, err = run(*SMALL, "--offers", "4x4090=1")
+    assert code == 2
+    assert "--for 24h" in err
+    code, _, err = run(*SMALL, "--cluster", "4x4090", "--for", "24h", "--offers", "4x4090=1")
+    assert code == 2
+    assert "leave out --cluster and --price" in err
+    code, _, err = run(*SMALL, "--for", "24h", "--why-not", "tp=2")
+    assert code == 2
+    assert "one at a time" in err
