@@ -93,12 +93,10 @@ def apply_experts(
         `chosen_Nk`: the indices of the experts that the router has chosen. `weights_Nk`: their
         weights.
         """
-        load_E = count_choices(chosen_Nk, experts_per_rank * mesh.size())
-        # The router's metrics read it.
-        module.load_E = load_E
         if shares_tokens:
             out_ND = local_experts.run_on_shared_tokens(hidden_ND, chosen_Nk, weights_Nk)
         else:
+            load_E = count_choices(chosen_Nk, experts_per_rank * mesh.size())
             out_ND = local_experts.exchange_tokens(hidden_ND, chosen_Nk, weights_Nk, load_E)
         return out_ND.to(hidden_ND.dtype)
 

@@ -146,6 +146,8 @@ class ModelFacts:
     changes_logits: bool = False
     # Its config adds the loss that balances the experts of a mixture.
     trains_router: bool = False
+    # The router of each of its mixtures has a bias for the choice alone (models.router_load).
+    has_router_bias: bool = False
     # Its class computes attention without fused kernels, and keeps all attention scores.
     keeps_scores: bool = False
     # Attention scores are soft-capped before the softmax.

@@ -51,6 +51,7 @@ NO_PACKING = Refusal(
     "packing × the model", "", "set data.packing: false for this model", "data.packing"
 )
 
+ROUTER_BIAS = "model.router_bias_rate"
 
 Rule = Callable[[Case], Iterator[Refusal]]
 
@@ -105,6 +106,7 @@ def _rules_in_order(case: Case) -> tuple[Rule, ...]:
         _zero_bubble,
         _health,
         _expert_parallel,
+        _router_bias,
         optimizer_refusals,
         engine_spec(case.strategy).refusals,
     )
@@ -240,6 +242,11 @@ def _model(case: Case) -> Iterator[Refusal]:
         yield from _context_parallel_model(case, facts)
     if case.mesh.pp > 1:
         yield from _pipeline_model(facts)
+    if case.config.model.router_bias_rate and not facts.has_router_bias:
+        reason = (
+            f"the routers of {facts.name} have no bias that is a buffer: e_score_correction_bias"
+        )
+        yield Refusal("router_bias_rate × the model", reason, "take it out", ROUTER_BIAS)
     if case.config.memory.activation_checkpointing != "none" and not facts.recomputes:
         yield replace(NO_RECOMPUTING, reason=f"{facts.name} has no activation checkpointing")
 
@@ -649,6 +656,29 @@ def _expert_parallel(case: Case) -> Iterator[Refusal]:
             "use fsdp2 without ep",
             where,
         )
+
+
+def _router_bias(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of model.router_bias_rate, besides that of models without such a bias."""
+    config = case.config
+    instead = "take it out"
+    if not config.model.router_bias_rate:
+        return
+    if config.has_own_module:
+        reason = "the experts of a module of your own are not known"
+        yield Refusal("router_bias_rate × model.kind", reason, instead, ROUTER_BIAS)
+    if config.adapter.kind != "none":
+        reason = "the files of an adapter have no place for the router's bias"
+        yield Refusal("router_bias_rate × adapter", reason, "use adapter=none", ROUTER_BIAS)
+    if case.strategy.exchange is not None:
+        reason = "it follows the load of all ranks after each step, and here ranks step alone"
+        yield Refusal("router_bias_rate × local steps", reason, "use ddp or fsdp2", ROUTER_BIAS)
+    if case.strategy.data_parallel(case.mesh) == "dp":
+        reason = "the loads of experts are not counted over its threads"
+        yield Refusal("router_bias_rate × dp", reason, "use strategy=ddp", ROUTER_BIAS)
+    if case.strategy.engine(case.mesh) == "deepspeed" and case.precision != "fp32":
+        reason = "DeepSpeed keeps buffers in 16 bits, which lose such small steps"
+        yield Refusal("router_bias_rate × DeepSpeed", reason, "use ddp or fsdp2", ROUTER_BIAS)
 
 
 def _context_parallel(case: Case) -> Iterator[Refusal]:

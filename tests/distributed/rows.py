@@ -788,6 +788,12 @@ CASES += [
     ),
     Case("deepseek_v3", PACKED, ("ep 2", "fsdp2, ep 2 x pp 2", "tp 2"), "deepseek_v3"),
     Case(
+        "deepseek_v3, router bias",
+        {**PACKED, "model": {"router_bias_rate": 0.02}},
+        (*ENGINES, "cp 2", "tp 2", "ep 2", "fsdp2, ep 2 x pp 2"),
+        "deepseek_v3",
+    ),
+    Case(
         "gpt_oss",
         {**PACKED, "data": {"packing": False}, "rows": 48},
         ("ep 2", "fsdp2 2 x ep 2"),
