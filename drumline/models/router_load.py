@@ -1,6 +1,6 @@
 """How many tokens each expert of a mixture gets, layer by layer, over the global batch.
 
-A hook before the experts of each layer counts the router's choices on the device, so the host
+The router's choices are counted on the device where they come to the experts of a layer, so the host
 waits for nothing. Padding is not counted, so the sum over all ranks is the same however a batch is
 cut and spread. No token is ever dropped: an expert computes all tokens that choose it.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +28,63 @@ ATTRIBUTE = "_drumline_router_load"
 BIAS = "e_score_correction_bias"
 
 
+class LayerCount:
+    """The counts of one layer of experts in the running forward, and what they are made of.
+
+    It has no number of its layer: blocks that differ in a number alone would be compiled apart.
+
+    `load`: that of the model. `experts`: how many the layer has. `counts_E`: int64[E], how many
+    tokens each expert got; None before the layer has run.
+    """
+
+    def __init__(self, load: RouterLoad, experts: int) -> None:
+        self.load = load
+        self.experts = experts
+        self.counts_E: Tensor | None = None
+
+    def count(self, chosen_Nk: Tensor) -> None:
+        """Count the router's choices.
+
+        Recomputing a checkpointed block comes here again, and does no harm: only what is here when
+        a forward ends is added up.
+        """
+        weights_N = self.load.weights_N
+        if weights_N is None or len(chosen_Nk) != len(weights_N):
+            return
+        weights_S = weights_N[:, None].expand_as(chosen_Nk).reshape(-1)
+        # Some models have a further number for a choice of no expert.
+        chosen_S = chosen_Nk.reshape(-1).long().clamp(max=self.experts)
+        counts = weights_N.new_zeros(self.experts + 1).index_add(0, chosen_S, weights_S)
+        self.counts_E = counts[: self.experts]
+
+
+class CountedExperts:
+    """What a class of experts has besides its own once its tokens are counted.
+
+    No hook does it: each hook has another number, by which equal blocks would be compiled apart.
+    `forward` stays that of the class, which strategies that cut experts replace.
+
+    `layer_count`: counts the choices.
+    """
+
+    layer_count: LayerCount
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """Count the choices, and run the experts.
+
+        `inputs`: those of the class, (hidden states, choices int[N, k], weights).
+        """
+        if len(inputs) > 1 and inputs[1].dtype in (torch.int32, torch.int64):
+            self.layer_count.count(inputs[1])
+        return super().__call__(*inputs, **options)  # type: ignore[misc]
+
+
+@lru_cache
+def _counted_class(experts_class: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of counted experts that has all else from `experts_class`."""
+    return type(experts_class.__name__, (CountedExperts, experts_class), {})
+
+
 class RouterLoad:
     """Counts the tokens that each expert gets in the forwards of a step, those with gradients.
 
@@ -39,11 +96,10 @@ class RouterLoad:
     def __init__(self, layers: dict[str, int], biased: Sequence[nn.Module | None] = ()) -> None:
         self.layers = layers
         self.biased = biased or [None] * len(layers)
+        self.in_forward = [LayerCount(self, experts) for experts in layers.values()]
         self.counts: Tensor | None = None
         # How often each token of the running forward counts, int64[N]: 0 for padding.
         self.weights_N: Tensor | None = None
-        # The number of a layer → its counts in the running forward, int64[E].
-        self.in_forward: dict[int, Tensor] = {}
         # With sequence parallelism, (index, parts): which part of each sequence the experts of this
         # rank see. None: all of it.
         self.token_part: tuple[int, int] | None = None
@@ -66,7 +122,8 @@ class RouterLoad:
         """
         with torch.no_grad():
             self.weights_N = self._token_weights(batch, shared, sequence)
-        self.in_forward.clear()
+        for layer in self.in_forward:
+            layer.counts_E = None
         yield
         self._add_forward(batch.lengths_B.device)
 
@@ -88,32 +145,16 @@ class RouterLoad:
             weights_BT = _chunk(weights_BT, index, parts)
         return weights_BT.flatten()
 
-    def count_layer(self, number: int, experts: int, chosen_Nk: Tensor) -> None:
-        """Count the choices in one layer. `number`: of the layer. `experts`: how many it has.
-
-        Recomputing a checkpointed block comes here again, and does no harm: only what is here when
-        a forward ends is added up.
-        """
-        weights_N = self.weights_N
-        if weights_N is None or len(chosen_Nk) != len(weights_N):
-            return
-        weights_S = weights_N[:, None].expand_as(chosen_Nk).reshape(-1)
-        # Some models have a further number for a choice of no expert.
-        chosen_S = chosen_Nk.reshape(-1).long().clamp(max=experts)
-        counts = weights_N.new_zeros(experts + 1).index_add(0, chosen_S, weights_S)
-        self.in_forward[number] = counts[:experts]
-
     def _add_forward(self, device: torch.device) -> None:
         """Add the counts of the forward that has ended. Layers of other ranks count nothing."""
         parts = []
-        for number, experts in enumerate(self.layers.values()):
-            counted_E = self.in_forward.get(number)
-            if counted_E is None:
-                counted_E = torch.zeros(experts, dtype=torch.int64, device=device)
-            parts.append(counted_E)
+        for layer in self.in_forward:
+            counts_E = layer.counts_E
+            if counts_E is None:
+                counts_E = torch.zeros(layer.experts, dtype=torch.int64, device=device)
+            parts.append(counts_E)
         counts = torch.cat(parts)
         # `weights_N` stays: a compiled block that is recomputed in backward finds all as it was.
-        self.in_forward.clear()
         if self.counts is None:
             self.counts = counts
         else:
@@ -171,21 +212,19 @@ def watch_router_load(model: Any) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         # The tokens of two stacks are not those of the batch's rows.
         return
-    modules: list[tuple[int, nn.Module]] = []
     layers: dict[str, int] = {}
     for name in expert_modules(model):
-        module = model.get_submodule(name)
-        base = find_base_layer(module)
+        base = find_base_layer(model.get_submodule(name))
         # The classes with equal rows for all experts are not told what the router has chosen.
-        if type(base).__name__ in GETS_EQUAL_ROWS:
-            continue
-        modules.append((base.num_experts, module))
-        layers[name] = base.num_experts
+        if type(base).__name__ not in GETS_EQUAL_ROWS:
+            layers[name] = base.num_experts
     if not layers:
         return
     load = RouterLoad(layers, biased_routers(model, layers))
-    for number, (experts, module) in enumerate(modules):
-        module.register_forward_pre_hook(partial(_count, load, number, experts))
+    for name, layer_count in zip(layers, load.in_forward, strict=True):
+        module: Any = model.get_submodule(name)
+        module.__class__ = _counted_class(module.__class__)
+        module.layer_count = layer_count
     setattr(model, ATTRIBUTE, load)
 
 
@@ -209,14 +248,6 @@ def has_router_bias(model: nn.Module) -> bool:
     """Return whether each layer of experts has a router whose BIAS can be trained."""
     layers = expert_modules(model)
     return bool(layers) and None not in biased_routers(model, layers)
-
-
-def _count(
-    load: RouterLoad, number: int, experts: int, _module: nn.Module, inputs: tuple[Any, ...]
-) -> None:
-    """Hook before a layer's experts, which get (hidden states, choices int[N, k], weights)."""
-    if len(inputs) > 1 and inputs[1].dtype in (torch.int32, torch.int64):
-        load.count_layer(number, experts, inputs[1])
 
 
 def router_load_of(model: Any) -> RouterLoad | None:
