@@ -40,6 +40,9 @@ def apply_expert_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
     for name in expert_modules(model):
         module = model.get_submodule(name)
         apply_experts(module, mesh, shares_tokens=False, averaged_over=mesh.size())
+        # How many rows come to a rank is another number in each step, and the host has to know it.
+        # So a compiled block has two graphs: what is before the experts and what is behind them.
+        module.forward = torch.compiler.disable(module.forward)
 
 
 def apply_experts(

@@ -632,13 +632,12 @@ def _expert_parallel(case: Case) -> Iterator[Refusal]:
         yield Refusal(
             "ep × tp, cp", reason, "use tp or cp without ep, or ep with ddp, fsdp2 and pp", where
         )
-    if case.config.compile.enabled:
-        yield Refusal(
-            "ep × compile",
-            "the number of tokens that come to a rank changes from step to step",
-            "use compile.enabled=false",
-            where,
+    if case.config.compile.enabled and uses_selective_checkpointing(case):
+        reason = (
+            "what a block of several graphs keeps cannot be told apart from what it computes again"
         )
+        instead = "use activation_checkpointing=full, or compile.enabled=false"
+        yield Refusal("ep × compile × selective checkpointing", reason, instead, where)
     if facts is not None and not facts.experts:
         yield Refusal(
             "ep × the model",
