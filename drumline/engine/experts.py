@@ -62,6 +62,8 @@ def apply_experts(
         for name, whole in list(holder._parameters.items()):
             placed = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
             holder.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
+        for packing in packings_of(holder).values():
+            packing.cut_experts(mesh.get_local_rank(), mesh.size())
     base.num_experts = experts_per_rank
 
     def local_part(weight: Any) -> Tensor:

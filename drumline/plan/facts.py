@@ -352,7 +352,8 @@ def packed_scales(facts: ModelFacts, model_part: PipelinePart, bits: int) -> tup
     largest = 0
     for weight, number in part_weights(facts, model_part):
         if is_packed(weight):
-            scales += number * _scale_bytes(weight.numel, bits)
+            # Of experts that are cut over ranks each rank has the scales of all.
+            scales += number * _scale_bytes(weight.numel * weight.ep_degree, bits)
             largest = max(largest, weight.numel)
     return scales, largest
 

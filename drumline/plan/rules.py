@@ -648,13 +648,8 @@ def _expert_parallel(case: Case) -> Iterator[Refusal]:
     if facts is not None and facts.experts % mesh.ep:
         reason = f"{facts.experts} experts do not divide by ep {mesh.ep}"
         yield Refusal("ep × experts", reason, "choose an ep that divides their number", where)
-    if is_vision_language(case) or packed_bits(case.config):
-        yield Refusal(
-            "ep × images, QLoRA",
-            "it is tested for texts, and for weights that are not packed",
-            "use fsdp2 without ep",
-            where,
-        )
+    if is_vision_language(case):
+        yield Refusal("ep × images", "it is tested for texts", "use fsdp2 without ep", where)
 
 
 def _router_bias(case: Case) -> Iterator[Refusal]:

@@ -1,5 +1,6 @@
-"""Experts on several ranks in pure bf16: near one process; bytes as planned; and a run that stops
-under one spread and goes on under another. In fp32 and with LoRA: the rows of test_parity."""
+"""Experts on several ranks in pure bf16, and packed by QLoRA: near one process, or equal to it; bytes
+as planned; and a run that stops under one spread and goes on under another. In fp32, with LoRA and
+compiled: the rows of test_parity."""
 
 from __future__ import annotations
 
@@ -38,13 +39,16 @@ KINDS = {
     # Weights, gradients and moments in bf16, and a sum over experts in another order.
     "bf16, stochastic": Kind({"precision": PURE}, 3e-2),
     "bf16, kahan": Kind({"precision": {**PURE, "rounding": "kahan"}}, 3e-2),
+    "4bit": Kind({"adapter": {"kind": "lora", "quantize": "4bit"}}, 1e-5),
+    "8bit": Kind({"adapter": {"kind": "lora", "quantize": "8bit"}}, 1e-5),
+    "4bit, bf16": Kind({"adapter": {"kind": "lora", "quantize": "4bit"}, "precision": PURE}, 3e-2),
 }
 SPREADS: dict[str, tuple[int, Any]] = {
     "single": (1, "single"),
     "ep 2": (2, {"kind": "ddp", "ep": 2}),
     "fsdp2 2 x ep 2": (4, {"kind": "fsdp2", "ep": 2}),
 }
-OFTEN = [("bf16, stochastic", "ep 2")]
+OFTEN = [("bf16, stochastic", "ep 2"), ("4bit", "ep 2")]
 
 
 def pairs() -> list[Any]:
@@ -77,7 +81,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return root
 
 
-@pytest.mark.claim("experts on several ranks train in pure bf16 as in one process")
+@pytest.mark.claim("experts on several ranks train in pure bf16 and packed as in one process")
 @pytest.mark.parametrize(("kind", "name"), pairs())
 def test_numbers_are_near_and_bytes_as_planned(runs: Path, kind: str, name: str) -> None:
     run = run_of(runs, kind, name)
@@ -92,6 +96,7 @@ def test_numbers_are_near_and_bytes_as_planned(runs: Path, kind: str, name: str)
     [
         case("bf16, stochastic", "fsdp2 2 x ep 2", "single", id="bf16", full=True),
         case("bf16, kahan", "single", "ep 2", id="kahan", full=True),
+        case("4bit", "ep 2", "fsdp2 2 x ep 2", id="4bit", full=True),
     ],
 )
 def test_goes_on_under_another(runs: Path, kind: str, a: str, b: str) -> None:
