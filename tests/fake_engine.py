@@ -17,6 +17,8 @@ class FakeEngine:
     `fail_at` maps a count of forward_backward calls to the loss returned there, to play NaN.
     """
 
+    router_load = None
+
     def __init__(self, fail_at: dict[int, float] | None = None) -> None:
         self.weight = torch.zeros((), dtype=torch.float64)
         self.gradient = 0.0

@@ -184,6 +184,13 @@ class ModelConfig(Section):
         description="Modules or parameters to freeze, with everything below them, such as model.embed_tokens. Parts of a vision-language"
         " model are vision, projector and language.",
     )
+    router_bias_rate: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Step of the bias that balances a mixture's experts without a loss (DeepSeek-V3, where it is 0.001): after each step an"
+        " expert with more than the mean load of its layer is chosen less, one with fewer more. 0: off.",
+    )
     sync_batchnorm: bool = Field(
         False, description="Synchronise the statistics of batch norms over ranks."
     )

@@ -88,11 +88,17 @@ class SumReducer:
         values = torch.tensor([*sums.values()], dtype=torch.float64, device=self.fp64_device)
         return self.start(dict(zip(sums, values, strict=True)), *per_rank).read()
 
-    def start(self, sums: dict[str, torch.Tensor], *per_rank: float) -> PendingSums:
+    def start(
+        self,
+        sums: dict[str, torch.Tensor],
+        *per_rank: float,
+        counts: torch.Tensor | None = None,
+    ) -> PendingSums:
         """Start to sum over all ranks, without waiting for the result. Collective.
 
         `sums`: fp64 scalars on the device, with the same keys on all ranks. `per_rank`: numbers of
-        this rank, which are not summed; equally many on all ranks.
+        this rank, which are not summed; equally many on all ranks. `counts`: fp64 vector of numbers
+        without names, of the same length on all ranks, to which each rank contributes.
 
         Names that were not summed before are compared between the ranks, because those of a user's
         own sums may differ. Raises UserError if they do. If the names of a rank may change from call
@@ -118,11 +124,15 @@ class SumReducer:
             rows[:maximum_count, self.rank] = torch.stack([sums[name] for name in maximum_names])
         if not self.contributes:
             values = torch.zeros_like(values)
-        vector = torch.cat((values, rows.flatten()))
+        if counts is None:
+            counts = rows.new_zeros(0)
+        vector = torch.cat((values, rows.flatten(), counts))
         work: dist.Work | None = None
         if dist.is_initialized():
             work = dist.all_reduce(vector, async_op=True)
-        return PendingSums(list(sums), maximum_names, self.world_size, vector, work)
+        pending = PendingSums(list(sums), maximum_names, self.world_size, vector, work)
+        pending.count_of_counts = len(counts)
+        return pending
 
     def require_same_names(self, names: tuple[str, ...]) -> None:
         """Raise UserError on all ranks if the names of sums differ between them. Collective."""
@@ -158,6 +168,8 @@ class PendingSums:
         self.world_size = world_size
         self.vector = vector
         self.work = work
+        # How many numbers without names (`counts` of `SumReducer.start`) follow the rows.
+        self.count_of_counts = 0
         # How many scalars `fetch` has put at the end of the vector.
         self.scalar_count = 0
         self.is_fetched = False
@@ -169,6 +181,21 @@ class PendingSums:
         assert name not in self.maximum_names, "read returns maxima"
         self._wait_for_ranks()
         return self.vector[self.names.index(name)]
+
+    def counts_on_device(self) -> torch.Tensor:
+        """Return the sums of `counts` over all ranks, on the device. Not after `fetch`."""
+        assert not self.is_fetched, "the counts are on the device before fetch"
+        self._wait_for_ranks()
+        return self.vector[len(self.vector) - self.count_of_counts :]
+
+    def read_counts(self) -> list[float]:
+        """Wait for the sums of `counts` over all ranks, and return them; empty without any."""
+        if not self.is_fetched:
+            self.fetch()
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        end = len(self.vector) - self.scalar_count
+        return self.vector[end - self.count_of_counts : end].tolist()
 
     def _wait_for_ranks(self) -> None:
         """Wait until the vector is summed. On a GPU the stream waits, not the host."""
@@ -203,8 +230,9 @@ class PendingSums:
         values: list[float] = self.vector.tolist()
         first_row = len(self.names)
         first_scalar = len(values) - self.scalar_count
+        first_count = first_scalar - self.count_of_counts
         rows: list[list[float]] = []
-        for start in range(first_row, first_scalar, self.world_size):
+        for start in range(first_row, first_count, self.world_size):
             rows.append(values[start : start + self.world_size])
         sums = dict(zip(self.names, values[:first_row], strict=True))
         for index, name in enumerate(self.maximum_names):

@@ -34,6 +34,7 @@ from drumline.models.head import require_next_token, shares_prompts
 from drumline.models.own import require_same, require_trainable
 from drumline.models.pack import pack
 from drumline.models.recurrent_trial import separate_recurrent_layers
+from drumline.models.router_load import watch_router_load
 from drumline.models.shards import NothingToFill, Source, Values
 from drumline.models.tape import Build, lay_out_module
 from drumline.plan.plan import Plan, RolePlan
@@ -125,6 +126,9 @@ def _build_trainable(
         if dtype is None:
             dtype = LOW_PRECISION.get(plan.precision, torch.float32)
         pack(model, adapter.quantize, dtype)
+    if plan.data_parallel != "dp":
+        # The threads of nn.DataParallel would all count in one place.
+        watch_router_load(model)
     values = Values(source, device, config.run.seed, checkpoint_keys)
     engine = engine_spec(config.strategy).prepare(plan, model, values)
     return engine or _prepare_native(plan, model, values)

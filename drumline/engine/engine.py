@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from drumline.dist.reduce import to_fp64
+from drumline.models.router_load import RouterLoad
 from drumline.telemetry.memory_tracker import MemoryStats
 
 Sums = dict[str, float]
@@ -46,6 +47,10 @@ class Engine(Protocol):
     calls, fp16 (its next scale depends on this step's norm), an optimizer without a fused kernel,
     and gradients in host memory.
     """
+
+    # Counts the tokens that each expert of a mixture gets in a step; None for other models. The
+    # counts of all ranks, added up, are those of the global batch.
+    router_load: RouterLoad | None
 
     def begin_step(self, lr: float) -> None:
         """Set the learning rate of a step that begins.
@@ -269,6 +274,7 @@ class CompositeEngine:
         self.engines = engines
         self.lr_ratios = lr_ratios
         self.policy = engines[POLICY]
+        self.router_load = self.policy.router_load
         self.infer = self.policy.infer
         self.whole_weights = self.policy.whole_weights
         self.unsharded_model = self.policy.unsharded_model

@@ -40,6 +40,9 @@ def apply_expert_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
     for name in expert_modules(model):
         module = model.get_submodule(name)
         apply_experts(module, mesh, shares_tokens=False, averaged_over=mesh.size())
+        # How many rows come to a rank is another number in each step, and the host has to know it.
+        # So a compiled block has two graphs: what is before the experts and what is behind them.
+        module.forward = torch.compiler.disable(module.forward)
 
 
 def apply_experts(
@@ -59,6 +62,8 @@ def apply_experts(
         for name, whole in list(holder._parameters.items()):
             placed = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
             holder.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
+        for packing in packings_of(holder).values():
+            packing.cut_experts(mesh.get_local_rank(), mesh.size())
     base.num_experts = experts_per_rank
 
     def local_part(weight: Any) -> Tensor:
@@ -93,12 +98,10 @@ def apply_experts(
         `chosen_Nk`: the indices of the experts that the router has chosen. `weights_Nk`: their
         weights.
         """
-        load_E = count_choices(chosen_Nk, experts_per_rank * mesh.size())
-        # The router's metrics read it.
-        module.load_E = load_E
         if shares_tokens:
             out_ND = local_experts.run_on_shared_tokens(hidden_ND, chosen_Nk, weights_Nk)
         else:
+            load_E = count_choices(chosen_Nk, experts_per_rank * mesh.size())
             out_ND = local_experts.exchange_tokens(hidden_ND, chosen_Nk, weights_Nk, load_E)
         return out_ND.to(hidden_ND.dtype)
 

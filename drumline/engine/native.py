@@ -78,6 +78,7 @@ from drumline.models.freeze import trainable_names
 from drumline.models.head import ForwardWithObjective
 from drumline.models.kernels import apply_liger
 from drumline.models.packed import scales_of
+from drumline.models.router_load import router_load_of
 from drumline.models.shards import (
     Values,
     all_tensors,
@@ -228,6 +229,7 @@ class ForwardEngine:
         self.model = model
         self.wrapper = wrapper
         self.forward_context = forward_context
+        self.router_load = router_load_of(model)
         # cpu, cuda or mps. On a GPU it stands for the current device of the process.
         self.device_type = plan.device_type
         # FSDP2 casts weights as it gathers them. Other strategies leave casting to autocast.

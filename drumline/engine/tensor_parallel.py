@@ -48,6 +48,7 @@ from drumline.models.blocks import (
 )
 from drumline.models.containers import product_dtype
 from drumline.models.cut_trial import modules_with_partial_gradients
+from drumline.models.router_load import note_tensor_parallelism
 from drumline.plan.facts import COLUMN_PARALLEL, TP_STYLES
 
 # Styles that leave a module whole.
@@ -69,6 +70,7 @@ def apply_tp(
     """
     plan = tensor_plan(model)
     _require_known_styles(model, plan)
+    note_tensor_parallelism(model, mesh.get_local_rank(), mesh.size(), sequence_parallel)
     embedding, head = embedding_and_head(model)
     if embedding is not None:
         whole_head = None if head is None else find_base_layer(head)

@@ -40,7 +40,8 @@ from drumline.models.losses import (
     log_probs,
     summed_loss,
 )
-from drumline.models.router import loads_of, router_of, trains_router
+from drumline.models.router import router_of, trains_router
+from drumline.models.router_load import counting
 from drumline.models.scores import class_logits, grey_image, score_head, score_parts
 from drumline.models.seq2seq import (
     head_bias,
@@ -414,7 +415,8 @@ def compute_outputs(
     that this gives the same numbers (`shares_prompts`).
     """
     if ends_in_classes(model):
-        return Outputs(logits_BC=class_logits(model, batch, sequence))
+        with counting(model, batch, sequence=sequence):
+            return Outputs(logits_BC=class_logits(model, batch, sequence))
     if ends_in_hidden_states(model):
         return _hidden_outputs(model, batch, sequence)
     score = score_head(model)
@@ -434,7 +436,8 @@ def compute_outputs(
         run: Callable[..., Any] = model
         if parts is not None:
             run, _ = parts
-        result = run(**inputs, use_cache=False)
+        with counting(model, batch, shared, sequence):
+            result = run(**inputs, use_cache=False)
     known = Outputs(
         score=score,
         sequence=sequence,
@@ -466,7 +469,7 @@ def _shared_prompts(model: Any, batch: Any) -> Any:
 
 def _hidden_outputs(model: Any, batch: Any, sequence: SequencePart | None) -> Outputs:
     """Return the outputs of a trunk without a head."""
-    with model_inputs(model, batch, sequence) as inputs:
+    with model_inputs(model, batch, sequence) as inputs, counting(model, batch, sequence=sequence):
         hidden_BTD = model(**inputs).last_hidden_state
     return Outputs(hidden_BTD=hidden_BTD, sequence=sequence)
 
@@ -576,7 +579,7 @@ class ForwardWithObjective(nn.Module):
         if not torch.is_grad_enabled() or not hasattr(batch, "token_weights"):
             return result.loss_sum, result.sums
         if self.router is None:
-            return result.loss_sum, result.sums | loads_of(self.model)
+            return result.loss_sum, result.sums
         router_logits = [self._whole(layer_NE) for layer_NE in model_outputs.router_logits]
         router_loss, router_sums = self.router(router_logits, batch)
         return result.loss_sum + router_loss, result.sums | router_sums

@@ -53,6 +53,7 @@ from drumline.models.cut_trial import try_cut
 from drumline.models.files import call_loader, check_counts, check_folder, hub_options
 from drumline.models.freeze import freeze
 from drumline.models.router import trains_router
+from drumline.models.router_load import has_router_bias
 from drumline.models.scores import add_head, first_position, is_bidirectional, score_head
 from drumline.models.seq2seq import of_both_stacks
 from drumline.models.shapes import check_length, full_config
@@ -380,6 +381,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         first_position=position_of_first,
         vision_language=has_tower,
         trains_router=head in LM and trains_router(model),
+        has_router_bias=has_router_bias(model),
         flops_per_image_token=flops_per_image_token,
         changes_logits=_changes_logits(model, text_config),
         keeps_scores=getattr(config, "_attn_implementation", None) == "eager",

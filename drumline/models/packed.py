@@ -23,8 +23,10 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from drumline.errors import ModelError
 from drumline.models.containers import product_dtype
 
 # Entries of a 4-bit weight that share a scale.
@@ -63,6 +65,9 @@ class PackedTensor:
         self.storage = storage
         # These are no buffers: DDP would send buffers before each step.
         self.scales: tuple[torch.Tensor, ...] = ()
+        # Which part of a mixture's experts this rank holds, of how many equal parts.
+        self.part = 0
+        self.parts = 1
 
     @property
     def parameter_name(self) -> str:
@@ -76,6 +81,36 @@ class PackedTensor:
         bits_per_entry = int(self.bits.removesuffix("bit"))
         return torch.Size((*ahead, columns * bits_per_entry // 8 // self.storage.itemsize))
 
+    def cut_experts(self, part: int, parts: int) -> None:
+        """Note that this rank holds the codes of one of some equal parts of the experts.
+
+        The scales stay whole, as they are for any cut of a weight: 256 of them share another one,
+        which may be of several ranks' experts. Raises ModelError if a part does not fill whole
+        blocks of scales.
+        """
+        if self.shape.numel() % (parts * GROUP):
+            raise ModelError(
+                f"{self.name} of the experts does not divide into {parts} parts with whole blocks"
+                " of scales",
+                where="adapter.quantize",
+                fix="use a smaller strategy.ep, or adapter.quantize=none",
+            )
+        self.part = part
+        self.parts = parts
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """The shape of the experts that this rank holds; of a layer that of the whole weight."""
+        return torch.Size((self.shape[0] // self.parts, *self.shape[1:]))
+
+    def _local_range(self, entries_per_row: int) -> tuple[int, int]:
+        """Return the first row of this rank's experts, and that behind the last.
+
+        Rows are of so many entries of the whole weight end to end.
+        """
+        rows = self.shape.numel() // entries_per_row // self.parts
+        return self.part * rows, (self.part + 1) * rows
+
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Pack a whole weight: keep its scales and return its codes, in the type of storage."""
         matrix = weight.float().flatten(0, -2)
@@ -86,7 +121,10 @@ class PackedTensor:
         return codes.view(self.storage).view(self.packed_shape)
 
     def unpacked(self, dtype: torch.dtype, packed: torch.Tensor) -> torch.Tensor:
-        """Return the unpacked weight in `dtype`. `packed`: its codes, which must be whole."""
+        """Return the unpacked weight in `dtype`. `packed`: its codes, which must be whole.
+
+        Of experts that are cut over ranks these are the rank's own.
+        """
         codes = packed.detach().view(torch.uint8)
         # The scales are no buffers, so `model.to(device)` leaves them behind.
         self.scales = tuple(scale.to(codes.device) for scale in self.scales)
@@ -96,26 +134,25 @@ class PackedTensor:
 
     def _unpack_8bit(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight of codes, uint8[…, C], as `_pack_8bit` packed it."""
-        (scales,) = self.scales
+        (scales_of_all,) = self.scales
+        first_row, last_row = self._local_range(GROUP)
+        scales = scales_of_all[first_row:last_row]
         grouped = codes.view(torch.int8).view(-1, GROUP)
         weight = torch.empty(grouped.shape, dtype=dtype, device=codes.device)
         for first in range(0, len(grouped), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
             weight[rows] = grouped[rows] * scales[rows, None]
-        return weight.view(self.shape)
+        return weight.view(self.local_shape)
 
     def _unpack_4bit(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight of codes, uint8[…, C / 2], as `_pack_4bit` packed it."""
-        numbers, largest, mean = self.scales
-        block_count = len(numbers)
-        differences = _dynamic_map(codes.device)[numbers.int()]
-        scaled_differences = _pad_to_groups(differences) * largest[:, None]
-        scales = scaled_differences.flatten()[:block_count] + mean
+        scales = self._scales_of_blocks()
+        block_count = len(scales)
         if codes.is_cuda and _has_kernel():
             from bitsandbytes.functional import QuantState, dequantize_4bit
 
             table = _code_table(codes.device)
-            state = QuantState(scales, self.shape, table, BLOCK, "nf4", dtype)
+            state = QuantState(scales, self.local_shape, table, BLOCK, "nf4", dtype)
             weight: torch.Tensor = dequantize_4bit(codes.view(-1, 1), state)
             return weight
         bytes_of_blocks = codes.view(block_count, -1)
@@ -125,7 +162,22 @@ class PackedTensor:
             # One look-up for the two codes of a byte.
             pairs = _pair_table(codes.device)[bytes_of_blocks[rows].int()]
             unpacked[rows] = pairs.flatten(1) * scales[rows, None]
-        return unpacked.view(self.shape)
+        return unpacked.view(self.local_shape)
+
+    def _scales_of_blocks(self) -> torch.Tensor:
+        """Return the scale of each 4-bit block that this rank holds, fp32[blocks]."""
+        numbers, largest, mean = self.scales
+        first_block, last_block = self._local_range(BLOCK)
+        # The groups of 256 scales that these blocks are in, the first and the last perhaps in part.
+        first_group = first_block // GROUP
+        last_group = -(-last_block // GROUP)
+        numbers_of_groups = numbers[first_group * GROUP : last_group * GROUP]
+        differences = _dynamic_map(numbers.device)[numbers_of_groups.int()]
+        largest_of_groups = largest[first_group:last_group]
+        scaled_differences = _pad_to_groups(differences) * largest_of_groups[:, None]
+        scales = scaled_differences.flatten() + mean
+        start = first_block - first_group * GROUP
+        return scales[start : start + last_block - first_block]
 
 
 class PackedLinear(nn.Module):
@@ -244,6 +296,18 @@ def multiply_packed(
     return product
 
 
+def _local_codes(base: Any, packing: PackedTensor) -> torch.Tensor:
+    """Return the codes of the experts that this rank holds, which a module of experts has.
+
+    A forward over cut experts replaces their DTensor, a backward finds it in its place.
+    """
+    codes: Any = getattr(base, packing.parameter_name)
+    if isinstance(codes, DTensor):
+        return codes.to_local()
+    local: torch.Tensor = codes
+    return local
+
+
 class _ExpertProduct(torch.autograd.Function):
     """The product of `multiply_packed`. It saves no unpacked tensor for backward.
 
@@ -264,8 +328,7 @@ class _ExpertProduct(torch.autograd.Function):
         ctx.packing = packing
         ctx.multiply = multiply
         ctx.is_transposed = is_transposed
-        codes = getattr(base, packing.parameter_name)
-        weight = packing.unpacked(rows.dtype, codes)
+        weight = packing.unpacked(rows.dtype, _local_codes(base, packing))
         if is_transposed:
             weight = weight.transpose(-2, -1)
         return multiply(rows, weight)
@@ -274,8 +337,7 @@ class _ExpertProduct(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradient of the rows; the tensor is frozen."""
-        codes = getattr(ctx.base, ctx.packing.parameter_name)
-        weight = ctx.packing.unpacked(grad.dtype, codes)
+        weight = ctx.packing.unpacked(grad.dtype, _local_codes(ctx.base, ctx.packing))
         if not ctx.is_transposed:
             weight = weight.transpose(-2, -1)
         return ctx.multiply(grad.contiguous(), weight), None, None, None, None

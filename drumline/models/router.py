@@ -23,8 +23,6 @@ CHOSEN = ("num_experts_per_tok", "moe_k", "top_k")
 COEFFICIENT = ("router_aux_loss_coef", "aux_loss_coef")
 # Each layer's router logits, and the batch → the loss, and sums for metrics.
 RouterLoss = Callable[[Sequence[torch.Tensor], Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-# Prefix of sums over a micro-batch: the number of tokens that an expert took, over all layers.
-LOAD = "expert_load/"
 
 
 def router_loss(
@@ -41,7 +39,7 @@ def router_loss(
 
     `chosen`: experts that take a token. `coefficient`: set by the model's config. `logits`: of each
     layer, [N, E] or [B, T, E].
-    The sums are `router_loss` (without the coefficient) and the loads of the experts.
+    The only sum is `router_loss`, without the coefficient.
     """
     experts = logits[0].shape[-1]
     device = logits[0].device
@@ -81,9 +79,7 @@ def router_loss(
     product_D = (f_DE * p_DE).sum(1)
     balance_D = weight_D * product_D / rows_D.square()
     balance = balance_D.sum() * experts
-    sums = {"router_loss": balance.detach()}
-    sums |= _named_loads(taken_NE.sum(0))
-    return coefficient * balance, sums
+    return coefficient * balance, {"router_loss": balance.detach()}
 
 
 def count_choices(chosen_Nk: torch.Tensor, experts: int) -> torch.Tensor:
@@ -91,14 +87,6 @@ def count_choices(chosen_Nk: torch.Tensor, experts: int) -> torch.Tensor:
     chosen_S = chosen_Nk.flatten()
     load_E = torch.zeros(experts, dtype=chosen_S.dtype, device=chosen_S.device)
     return load_E.index_add_(0, chosen_S, torch.ones_like(chosen_S))
-
-
-def _named_loads(load_E: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the name of each expert's sum → its load."""
-    loads = {}
-    for expert, load in enumerate(load_E):
-        loads[f"{LOAD}{expert}"] = load
-    return loads
 
 
 def trains_router(model: Any) -> bool:
@@ -186,34 +174,12 @@ def _is_loss_of_transformers(
     return is_added and is_close(ours, coefficient * theirs.aux_loss)
 
 
-def loads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the experts' loads in the last forward by their names in sums, padding among them.
-
-    These are over the layers whose experts are cut over ranks (engine.experts); {} without such
-    layers.
-    """
-    loads: list[Any] = []
-    for module in model.modules():
-        if hasattr(module, "load_E"):
-            loads.append(module.load_E)
-    if not loads:
-        return {}
-    total_E = torch.stack(loads).sum(0)
-    return _named_loads(total_E.double())
-
-
-def router_metrics(sums: dict[str, float], denominator: float) -> dict[str, Any]:
-    """Return the router's metrics of a step; {} for a model without experts.
+def router_metrics(sums: dict[str, float], denominator: float) -> dict[str, float]:
+    """Return the router's metrics of a step; {} for a model whose router loss is not trained.
 
     `router_loss` is a mean like the loss, without the coefficient: k if the loads of the experts
-    are even, and more if not. `expert_load` is the share of each expert in all choices, 1 / E if
-    they are even.
+    are even, and more if not.
     """
-    metrics: dict[str, Any] = {}
-    if "router_loss" in sums:
-        metrics["router_loss"] = sums["router_loss"] / denominator
-    loads = [load for name, load in sums.items() if name.startswith(LOAD)]
-    total = max(1.0, sum(loads))
-    if loads:
-        metrics["expert_load"] = [load / total for load in loads]
-    return metrics
+    if "router_loss" not in sums:
+        return {}
+    return {"router_loss": sums["router_loss"] / denominator}

@@ -146,6 +146,8 @@ class ModelFacts:
     changes_logits: bool = False
     # Its config adds the loss that balances the experts of a mixture.
     trains_router: bool = False
+    # The router of each of its mixtures has a bias for the choice alone (models.router_load).
+    has_router_bias: bool = False
     # Its class computes attention without fused kernels, and keeps all attention scores.
     keeps_scores: bool = False
     # Attention scores are soft-capped before the softmax.
@@ -350,7 +352,8 @@ def packed_scales(facts: ModelFacts, model_part: PipelinePart, bits: int) -> tup
     largest = 0
     for weight, number in part_weights(facts, model_part):
         if is_packed(weight):
-            scales += number * _scale_bytes(weight.numel, bits)
+            # Of experts that are cut over ranks each rank has the scales of all.
+            scales += number * _scale_bytes(weight.numel * weight.ep_degree, bits)
             largest = max(largest, weight.numel)
     return scales, largest
 

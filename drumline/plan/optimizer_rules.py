@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from drumline.config.optimizer import QUANTISED_STATES
 from drumline.config.refusal import Refusal
-from drumline.plan.rule import Case, is_data_parallel_only, is_vision_language
+from drumline.plan.rule import Case, is_vision_language
 
 
 def refusals(case: Case) -> Iterator[Refusal]:
@@ -145,13 +145,14 @@ def _bf16_master(case: Case, where: str) -> Iterator[Refusal]:
             where,
         )
     data_parallel = case.strategy.data_parallel(mesh)
-    is_proven = is_data_parallel_only(mesh) and data_parallel in ("none", "ddp", "fsdp2")
+    has_whole_layers = mesh.tp * mesh.cp * mesh.pp == 1
+    is_proven = has_whole_layers and data_parallel in ("none", "ddp", "fsdp2")
     if (
         not is_proven
         or case.strategy.engine(mesh) != "native"
         or case.strategy.exchange is not None
     ):
-        reason = "it is tested with whole weights on each rank, or sharded by FSDP2 alone; DeepSpeed keeps fp32 weights for its step"
+        reason = "it is tested with whole weights on each rank, sharded by FSDP2, or with ep; DeepSpeed keeps fp32 weights for its step"
         yield Refusal("master=bf16 × the strategy", reason, "use strategy=ddp or fsdp2", where)
     if case.strategy.copies().compression.kind != "none":
         reason = "gradients are sent in bf16 already"

@@ -51,6 +51,7 @@ NO_PACKING = Refusal(
     "packing × the model", "", "set data.packing: false for this model", "data.packing"
 )
 
+ROUTER_BIAS = "model.router_bias_rate"
 
 Rule = Callable[[Case], Iterator[Refusal]]
 
@@ -118,6 +119,7 @@ def _rules_in_order(case: Case) -> tuple[Rule, ...]:
         _zero_bubble,
         _health,
         _expert_parallel,
+        _router_bias,
         optimizer_refusals,
         engine_spec(case.strategy).refusals,
     )
@@ -270,6 +272,11 @@ def _model(case: Case) -> Iterator[Refusal]:
         yield from _context_parallel_model(case, facts)
     if case.mesh.pp > 1:
         yield from _pipeline_model(facts)
+    if case.config.model.router_bias_rate and not facts.has_router_bias:
+        reason = (
+            f"the routers of {facts.name} have no bias that is a buffer: e_score_correction_bias"
+        )
+        yield Refusal("router_bias_rate × the model", reason, "take it out", ROUTER_BIAS)
     if case.config.memory.activation_checkpointing != "none" and not facts.recomputes:
         yield replace(NO_RECOMPUTING, reason=f"{facts.name} has no activation checkpointing")
 
@@ -648,13 +655,12 @@ def _expert_parallel(case: Case) -> Iterator[Refusal]:
         yield Refusal(
             "ep × tp, cp", reason, "use tp or cp without ep, or ep with ddp, fsdp2 and pp", where
         )
-    if case.config.compile.enabled:
-        yield Refusal(
-            "ep × compile",
-            "the number of tokens that come to a rank changes from step to step",
-            "use compile.enabled=false",
-            where,
+    if case.config.compile.enabled and uses_selective_checkpointing(case):
+        reason = (
+            "what a block of several graphs keeps cannot be told apart from what it computes again"
         )
+        instead = "use activation_checkpointing=full, or compile.enabled=false"
+        yield Refusal("ep × compile × selective checkpointing", reason, instead, where)
     if facts is not None and not facts.experts:
         yield Refusal(
             "ep × the model",
@@ -665,13 +671,31 @@ def _expert_parallel(case: Case) -> Iterator[Refusal]:
     if facts is not None and facts.experts % mesh.ep:
         reason = f"{facts.experts} experts do not divide by ep {mesh.ep}"
         yield Refusal("ep × experts", reason, "choose an ep that divides their number", where)
-    if is_vision_language(case) or packed_bits(case.config):
-        yield Refusal(
-            "ep × images, QLoRA",
-            "it is tested for texts, and for weights that are not packed",
-            "use fsdp2 without ep",
-            where,
-        )
+    if is_vision_language(case):
+        yield Refusal("ep × images", "it is tested for texts", "use fsdp2 without ep", where)
+
+
+def _router_bias(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of model.router_bias_rate, besides that of models without such a bias."""
+    config = case.config
+    instead = "take it out"
+    if not config.model.router_bias_rate:
+        return
+    if config.has_own_module:
+        reason = "the experts of a module of your own are not known"
+        yield Refusal("router_bias_rate × model.kind", reason, instead, ROUTER_BIAS)
+    if config.adapter.kind != "none":
+        reason = "the files of an adapter have no place for the router's bias"
+        yield Refusal("router_bias_rate × adapter", reason, "use adapter=none", ROUTER_BIAS)
+    if case.strategy.exchange is not None:
+        reason = "it follows the load of all ranks after each step, and here ranks step alone"
+        yield Refusal("router_bias_rate × local steps", reason, "use ddp or fsdp2", ROUTER_BIAS)
+    if case.strategy.data_parallel(case.mesh) == "dp":
+        reason = "the loads of experts are not counted over its threads"
+        yield Refusal("router_bias_rate × dp", reason, "use strategy=ddp", ROUTER_BIAS)
+    if case.strategy.engine(case.mesh) == "deepspeed" and case.precision != "fp32":
+        reason = "DeepSpeed keeps buffers in 16 bits, which lose such small steps"
+        yield Refusal("router_bias_rate × DeepSpeed", reason, "use ddp or fsdp2", ROUTER_BIAS)
 
 
 def _context_parallel(case: Case) -> Iterator[Refusal]:

@@ -732,6 +732,59 @@ def _device_points(run: RunFacts, field: str) -> dict[int, Points]:
     return points
 
 
+def experts(run: RunFacts, registry: ChartRegistry) -> list[ChartSlot] | None:
+    """Return the heat map of each expert's tokens by layer, over the mean of the layer's experts.
+
+    It is of the newest step whose tokens were written. None for a model without experts.
+    """
+    event = run.last("expert_load")
+    names = []
+    values: list[list[float | None]] = []
+    for name, counts in as_mapping(event.get("tokens")).items():
+        ratios = _ratios_to_mean(counts)
+        if ratios:
+            names.append(_short_layer_name(name))
+            values.append([*ratios])
+    if not names:
+        return None
+    # Layers may have different numbers of experts, but a heat map needs rows of one length.
+    width = max(map(len, values))
+    for row in values:
+        row += [None] * (width - len(row))
+    step = event.get("step")
+    title = f"Tokens of each expert at step {step}, over the mean of its layer"
+    chart = registry.add(
+        "heat",
+        title,
+        "1: all experts of the layer get as many; no token is dropped",
+        rows=names,
+        columns=[f"expert {number}" for number in range(width)],
+        unit="× mean",
+        values=values,
+    )
+    return [chart]
+
+
+def _ratios_to_mean(counts: Any) -> list[float]:
+    """Return each of some counts over their mean; empty if these are damaged, or all 0."""
+    if not isinstance(counts, list):
+        return []
+    numbers = [as_number(count) for count in counts]
+    present = [number for number in numbers if number is not None and number >= 0]
+    total = sum(present)
+    if len(present) < len(numbers) or not total:
+        return []
+    return [number * len(present) / total for number in present]
+
+
+def _short_layer_name(name: str) -> str:
+    """Return `layer 3` for the name of a layer's module, which has its number in it."""
+    for part in name.split("."):
+        if part.isdecimal():
+            return f"layer {part}"
+    return name
+
+
 @dataclass(frozen=True)
 class Exported:
     """The export of a run, by the fields of its event."""
@@ -851,6 +904,7 @@ OF_A_RUN: dict[str, Callable[[RunFacts, ChartRegistry], Any]] = {
     "Time": times,
     "Memory": memory,
     "Devices": devices,
+    "Experts": experts,
     "Communication": communication,
     "Attempts and faults": faults,
     "Data": data,

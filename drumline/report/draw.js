@@ -224,17 +224,19 @@ function heat(chart) {
     colorscale = [[0, "#1c2025"], [0.5, "#2f5c97"], [1, "#a9c8f2"]];
   }
   const ranks = chart.values[0].map((_, rank) => `rank ${rank}`);
+  const columns = chart.columns ?? ranks;
+  const unit = chart.unit ?? "s";
   const trace = {
     type: "heatmap",
-    x: ranks,
+    x: columns,
     y: chart.rows.map(plain),
     z: chart.values,
     colorscale,
     xgap: 2,
     ygap: 2,
-    texttemplate: ranks.length <= 8 ? "%{z:.3~g}" : undefined,
-    hovertemplate: "%{x}, %{y}: %{z:.4~g} s<extra></extra>",
-    colorbar: { thickness: 8, outlinewidth: 0, title: { text: "s" } },
+    texttemplate: columns.length <= 8 ? "%{z:.3~g}" : undefined,
+    hovertemplate: `%{x}, %{y}: %{z:.4~g} ${unit}<extra></extra>`,
+    colorbar: { thickness: 8, outlinewidth: 0, title: { text: unit } },
   };
   const axis = { automargin: true, ticks: "", showgrid: false };
   const layout = {

@@ -47,6 +47,8 @@ PROMPT_CHARACTERS = 40
 TEXT_CHARACTERS = 100
 # How many samples are shown of a step that went wrong.
 SAMPLE_IDS_SHOWN = 8
+# The metric of a mixture that is shown: the tokens of the fullest expert over the mean of its layer.
+LOAD = "expert_load_max"
 # Characters of an operator's name in the table of a profile.
 OPERATOR_WIDTH = 44
 # Least characters of a score's name in the summary.
@@ -314,6 +316,9 @@ class Progress:
             f"ETA {self._eta()}",
             f"memory {self._format_memory()}",
         ]
+        if LOAD in event.metrics:
+            load = _format_number(event.metrics[LOAD], ".3g")
+            columns.append(f"load {load}")
         if event.sent_bytes:
             sent = size(event.sent_bytes)
             columns.append(f"sent {sent}")
@@ -721,6 +726,10 @@ class Progress:
             table.add_row("sent", f"{mean} per rank and step")
         norm = _format_number(now.grad_norm)
         table.add_row("rate", _text(f"lr {now.lr:.3g} · gradient norm {norm}"))
+        load = now.metrics.get(LOAD)
+        if load is not None:
+            ratio = _format_number(load, ".3g")
+            table.add_row("experts", _text(f"fullest of a layer: {ratio} × the mean"))
         table.add_row("memory", self._format_memory())
         if self.save:
             table.add_row("saved", _saved_line(self.save))

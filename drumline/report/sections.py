@@ -92,7 +92,8 @@ class ChartRegistry:
 
         Args:
             kind: What draw.js draws: `lines` (from `series` and `marks`), `bars` (from `rows` and
-                `series`) or `heat` (from `rows` and `values`).
+                `series`) or `heat` (from `rows`, `values`, and `columns` and `unit` if these are not
+                ranks and seconds).
             title: The title.
             note: What stands beside the title.
             content: The fields of the spec that the kind needs, as JSON.

@@ -180,9 +180,10 @@ class Measured(Event, kind="measured"):
 class Step(Event, kind="step"):
     """An optimizer step was done.
 
-    `metrics` are those of the algorithm. A mixture of experts whose router loss is trained also has
-    `router_loss` (a part of `loss`, without its coefficient) and `expert_load`, each expert's share
-    of all choices.
+    `metrics` are those of the algorithm. A mixture of experts also has `expert_load` (each expert's
+    share of all choices), `expert_load_max_by_layer` (the tokens of each layer's fullest expert
+    over the mean of its experts) and `expert_load_max` (of the worst layer). If its router loss is
+    trained, it has `router_loss`, a part of `loss`, without its coefficient.
     """
 
     # Number of the step, from 1. A step that is done again after a restart has a second event, and

@@ -168,8 +168,8 @@ class Sink:
 def metrics(event: Event) -> dict[str, float]:
     """Return the numbers of an event without `t` and `step`, as name → number.
 
-    Of the experts' loads it has the least and the most. Of the ranks' memory and devices it has
-    each of a few ranks, or the least and the most.
+    Of the experts' loads it has the least and the most, and the fullest expert of each layer. Of the
+    ranks' memory and devices it has each of a few ranks, or the least and the most.
     """
     values = event.values()
     numbers: dict[str, float] = {}
@@ -180,6 +180,8 @@ def metrics(event: Event) -> dict[str, float]:
     if loads:
         numbers["expert_load/least"] = float(min(loads))
         numbers["expert_load/most"] = float(max(loads))
+    for layer, ratio in enumerate(values.get("expert_load_max_by_layer") or []):
+        numbers[f"expert_load_max/layer_{layer}"] = float(ratio)
     for name, of_ranks in _numbers_by_rank(values).items():
         if len(of_ranks) <= MOST_RANKS:
             for rank, number in of_ranks.items():

@@ -84,6 +84,18 @@ def ranks_named(ranks: list[int]) -> str:
     return f"ranks {listed}"
 
 
+class ExpertLoad(Event, kind="expert_load"):
+    """How many tokens each expert of a mixture got in a step.
+
+    It is written at the first logged step, at the last one, and whenever a tenth more steps are
+    done than at the one before.
+    """
+
+    step: int  # number of the step
+    # Name of a layer's experts → the tokens of each, over the global batch. Padding does not count.
+    tokens: dict[str, list[int]]
+
+
 class WeightsDiffer(Event, kind="weights_differ"):
     """Weights that should be equal on all ranks differ."""
 

@@ -31,6 +31,7 @@ from drumline.telemetry.profile import Profile
 from drumline.telemetry.stragglers import Stragglers
 from drumline.train.garbage import GarbageCollection
 from drumline.train.health import CollectiveCheck, GoBack, Spikes, WeightCheck
+from drumline.train.router_load import ExpertLoads
 from drumline.train.saving import Saver
 from drumline.train.state import (
     SQUARES,
@@ -146,6 +147,13 @@ class Loop:
         self.profile = Profile(self.plan, self.reducer.rank, self.emit)
         self.collectives = CollectiveCheck(health.check_collectives)
         self.stragglers = Stragglers(self.reducer, self.emit, health.straggler_ratio)
+        self.expert_loads = ExpertLoads(
+            getattr(self.engine, "router_load", None),
+            self.reducer.fp64_device,
+            self.emit,
+            self.plan.steps,
+            self.plan.config.model.router_bias_rate,
+        )
         # With engines with local updates (local SGD, DiLoCo) each rank decides on its update by its
         # own loss and norm. The sums over all ranks are only reported, and are read a step later.
         self.uses_local_updates = False
@@ -350,6 +358,7 @@ class Loop:
         heartbeat.beat("forward")
         lr = self._learning_rate(step)
         self.engine.begin_step(lr)
+        self.expert_loads.begin_step()
         with self.measure.watch(step):
             sums = self.engine.forward_backward(
                 batch.micro_batches, self.algorithm.objective, denominator
@@ -360,10 +369,11 @@ class Loop:
 
         is_logged = self._is_logged(step)
         own_numbers = self._own_numbers(is_logged, data_s, comm_s)
+        counts = self.expert_loads.counts(is_logged)
         if self.uses_local_updates:
-            reduced = self._reduce_after_norm(step, sums, own_numbers)
+            reduced = self._reduce_after_norm(step, sums, own_numbers, counts)
         else:
-            reduced = self._reduce_before_norm(step, sums, own_numbers)
+            reduced = self._reduce_before_norm(step, sums, own_numbers, counts)
 
         pending = PendingStep(
             reduced.gathered,
@@ -384,6 +394,7 @@ class Loop:
         may_update = self.spikes.allows(pending, reduced.loss, is_finite)
         with self.measure.watch(step, "step"):
             self.engine.step(lr, reduced.grad_norm, may_update)
+            self.expert_loads.balance(reduced.gathered, may_update)
         heartbeat.beat("collective")
         if not self.uses_local_updates:
             reduced.gathered.fetch(reduced.grad_norm)
@@ -397,23 +408,23 @@ class Loop:
             self._finish_pending_step()
 
     def _reduce_before_norm(
-        self, step: int, sums: DeviceSums, own_numbers: list[float]
+        self, step: int, sums: DeviceSums, own_numbers: list[float], counts: torch.Tensor | None
     ) -> ReducedStep:
         """Sum the losses over the ranks, and compute the gradient norm meanwhile. Collective.
 
-        One collective carries the sums and what each rank reports of itself (`own_numbers`). It
-        begins before the norm, so that both run side by side. The norm joins the numbers after the
-        update.
+        One collective carries the sums, what each rank reports of itself (`own_numbers`), and the
+        tokens of experts that it has counted (`counts`). It begins before the norm, so that both
+        run side by side. The norm joins the numbers after the update.
         """
         heartbeat.beat("collective")
-        gathered = self.reducer.start(sums, *own_numbers)
+        gathered = self.reducer.start(sums, *own_numbers, counts=counts)
         heartbeat.beat("optimizer")
         with self.measure.watch(step, "clip"):
             grad_norm = self.engine.grad_norm()
         return ReducedStep(gathered, gathered["loss"], grad_norm)
 
     def _reduce_after_norm(
-        self, step: int, sums: DeviceSums, own_numbers: list[float]
+        self, step: int, sums: DeviceSums, own_numbers: list[float], counts: torch.Tensor | None
     ) -> ReducedStep:
         """Compute this rank's own gradient norm, and sum it over the ranks with the losses.
 
@@ -425,7 +436,8 @@ class Loop:
         heartbeat.beat("optimizer")
         with self.measure.watch(step, "clip"):
             grad_norm = self.engine.grad_norm()
-        gathered = self.reducer.start({**sums, SQUARES: grad_norm.square()}, *own_numbers)
+        sums_with_norm = {**sums, SQUARES: grad_norm.square()}
+        gathered = self.reducer.start(sums_with_norm, *own_numbers, counts=counts)
         return ReducedStep(gathered, sums["loss"], grad_norm)
 
     def _sum_weight_and_tokens(self, batch: GlobalBatch) -> tuple[float, float]:
@@ -580,6 +592,7 @@ class Loop:
             compute_s -= comm_s
         metrics = self.algorithm.step_metrics(pending.total)
         metrics = metrics | router_metrics(pending.total, pending.denominator)
+        metrics = metrics | self.expert_loads.report(pending)
         epoch = 0.0
         if self.plan.data and self.plan.data.epoch:
             epoch = pending.position / self.plan.data.epoch

@@ -787,7 +787,25 @@ CASES += [
         ("ddp 2", *ENGINES, "fsdp2 2 x ep 2"),
         "qwen3_moe",
     ),
+    # Without a router loss, whose sums would be compiled, too.
+    Case(
+        "mixtral, compiled and recomputed",
+        {
+            **PACKED,
+            "model": {"config": {"output_router_logits": False}},
+            "compile": {"enabled": True},
+            "memory": {"activation_checkpointing": "full"},
+        },
+        ("ep 2", "fsdp2 2 x ep 2"),
+        "mixtral",
+    ),
     Case("deepseek_v3", PACKED, ("ep 2", "fsdp2, ep 2 x pp 2", "tp 2"), "deepseek_v3"),
+    Case(
+        "deepseek_v3, router bias",
+        {**PACKED, "model": {"router_bias_rate": 0.02}},
+        (*ENGINES, "cp 2", "tp 2", "ep 2", "fsdp2, ep 2 x pp 2"),
+        "deepseek_v3",
+    ),
     Case(
         "gpt_oss",
         {**PACKED, "data": {"packing": False}, "rows": 48},

@@ -165,7 +165,15 @@ STREAM = {"kind": "tp", "sequence_parallel": True}
         (LLAMA, {"ep": 2}, "ep × the model: it has no experts"),
         (MIXTRAL, {"ep": 3}, "ep × experts: 4 experts do not divide by ep 3"),
         (MIXTRAL, {"ep": 2, "tp": 2}, "ep × tp, cp"),
-        (MIXTRAL, {"ep": 2, "compile": {"enabled": True}}, "ep × compile"),
+        (
+            MIXTRAL,
+            {
+                "ep": 2,
+                "compile": {"enabled": True},
+                "memory": {"activation_checkpointing": "selective"},
+            },
+            "ep × compile × selective checkpointing",
+        ),
         (
             LLAMA,
             {"strategy": {"kind": "ddp", "shard_optimizer": True, "compression": "int8"}},
@@ -187,6 +195,25 @@ def test_what_does_not_go_together_is_one_line(
 ) -> None:
     with pytest.raises(PlanError, match=says):
         check(values, **options)
+
+
+def test_the_usual_layout_of_a_mixture_is_taken() -> None:
+    """bf16 weights and moments, experts on all GPUs of a host, recomputation, compiled."""
+    values = {**MIXTRAL, "num_local_experts": 8}
+    sizes = facts(load_config(None, ModelConfig(config=values)), length=8)
+    config = Config.model_validate(
+        {
+            "model": {"config": values},
+            "data": {"train": [{"kind": "file", "path": "x.jsonl"}]},
+            "strategy": {"kind": "fsdp2", "ep": 8},
+            "precision": {"kind": "bf16", "master": "bf16"},
+            "memory": {"activation_checkpointing": "full"},
+            "compile": {"enabled": True},
+        }
+    )
+    mesh = config.strategy.mesh(8)
+    assert mesh.ep == 8
+    check_rules(Case(config, mesh, "cuda", "bf16", sizes))
 
 
 MACHINE = Machine(devices=[], cores=2, memory_bytes=2**34, device="cpu", bf16=False)
