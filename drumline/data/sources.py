@@ -762,7 +762,7 @@ def has_marked_videos(row: Row) -> bool:
     """
     if not any(row.extra.get(name) for name in VIDEO_COLUMNS):
         return False
-    texts = []
+    texts: list[Any] = []
     for value in row.values.values():
         if isinstance(value, str):
             texts.append(value)

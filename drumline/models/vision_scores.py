@@ -7,6 +7,7 @@ So other programs that read the exported folder know what it is.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
@@ -40,7 +41,7 @@ def score_loader(config: Any) -> Any:
 
 
 @cache
-def _score_class(config_class: type) -> type:
+def _score_class(config_class: Hashable) -> type:
     """Return the class of score models for a class of configs; always the same one."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING
 
@@ -50,8 +51,8 @@ def _score_class(config_class: type) -> type:
         register_checkpoint_conversion_mapping,
     )
 
-    trunk_class = MODEL_MAPPING[config_class]
-    language_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class]
+    trunk_class: Any = MODEL_MAPPING[config_class]
+    language_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class]
     # The base of all classes of this type of model, which has their initialisation and options.
     base, *_ = [each for each in trunk_class.__mro__ if each.__name__.endswith("PreTrainedModel")]
     name = base.__name__.removesuffix("PreTrainedModel") + ENDING
