@@ -7,7 +7,6 @@ So other programs that read the exported folder know what it is.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
@@ -37,11 +36,12 @@ def score_loader(config: Any) -> Any:
 
     if config.model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         return transformers.AutoModelForSequenceClassification
-    return ScoreLoader(_score_class(type(config)))
+    config_class: Any = type(config)
+    return ScoreLoader(_score_class(config_class))
 
 
 @cache
-def _score_class(config_class: Hashable) -> type:
+def _score_class(config_class: Any) -> type:
     """Return the class of score models for a class of configs; always the same one."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING
 
