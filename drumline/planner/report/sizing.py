@@ -13,6 +13,7 @@ from drumline.plan.explain import checkpointing
 from drumline.planner.report.output import VERSION, candidate_as_json
 from drumline.planner.report.table import (
     BILLION,
+    NEEDS,
     SHOWN,
     UNKNOWN,
     VERDICT,
@@ -148,10 +149,12 @@ def _show_changes(
         base = answers[0].ranked[0]
     cells = []
     for changes, answer in zip(rows, answers, strict=True):
-        cells.append([describe_changes(changes) or "as it is", *_cells(answer, base, tokens)])
+        # Each change has a line of its own, which leaves room for the other columns.
+        changed = describe_changes(changes).replace(" ", "\n")
+        cells.append([changed or "as it is", *_cells(answer, base, tokens)])
     hours = _head_of_hours(fitting, tokens)
     heads = ("what if", "strategy", *SHOWN, "times\nas fast", hours, "cost")
-    console.print(plain_table(console, heads, cells, spare=("cost", VERDICT)))
+    console.print(plain_table(console, heads, cells, spare=(VERDICT, NEEDS)))
 
 
 def _cells(answer: Answer, base: Candidate | None, tokens: float | None) -> list[str]:
