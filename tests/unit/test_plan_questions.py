@@ -64,7 +64,7 @@ def test_a_worse_layout_is_explained_term_by_term(eight: Question) -> None:
 
 def test_a_layout_that_does_not_fit_is_explained_by_its_memory() -> None:
     asked = question("8b", "8xa100-80g", batch=BATCH)
-    rival = find_rival(search(asked), parse_wanted("strategy=ddp"))
+    rival = find_rival(search(asked), parse_wanted("replicate=8"))
     assert rival.other is not None
     assert rival.other.estimate.memory.reserved > 85e9
     assert why_worse(rival, show) == f"it does not fit: {rival.reason}."
