@@ -22,7 +22,8 @@ ROW_PARALLEL = ("rowwise", "rowwise_rep", "rowwise_split_input")
 TP_STYLES = frozenset(
     (*COLUMN_PARALLEL, *ROW_PARALLEL, "replicate", "replicated_with_grad_allreduce", "experts")
 )
-LINEAR = ("Linear", "Conv1D")
+# Classes of linear layers by their names. Falcon has a class of its own that computes the same.
+LINEAR = ("Linear", "Conv1D", "FalconLinear")
 # cuBLAS's fp8 kernels need both sides of a weight to be multiples of this.
 MULTIPLE = 16
 # A weight that is declared before the blocks runs after them if its name contains one of these, as in
