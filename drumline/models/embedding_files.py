@@ -73,15 +73,15 @@ def read_embedding_files(path: str, model: ModelConfig) -> EmbeddingFiles | None
         # A file of a stranger names no folder elsewhere.
         pooling_file = f"{Path(folders['Pooling']).name}/config.json"
         values = _read_values(path, pooling_file, model)
-        pooling = _ways_to_pool(values)
+        pooling = _read_poolings(values)
         pools_prompt = values.get("include_prompt", True) is not False
-    others = [name for name in folders if name not in KNOWN_MODULES]
+    other_modules = [name for name in folders if name not in KNOWN_MODULES]
     return EmbeddingFiles(
         pooling,
         pooling_file,
         "Normalize" in folders,
         pools_prompt,
-        tuple(others),
+        tuple(other_modules),
         _read_prompts(_read_values(path, SETTINGS, model)),
     )
 
@@ -94,15 +94,15 @@ def _read_values(path: str, name: str, model: ModelConfig) -> dict[str, Any]:
     return read_object(file, ModelError)
 
 
-def _ways_to_pool(values: dict[str, Any]) -> tuple[str, ...]:
+def _read_poolings(values: dict[str, Any]) -> tuple[str, ...]:
     """Return the ways to pool that the config of a pooling module names: mean without any."""
     named = values.get("pooling_mode")
     if isinstance(named, str):
         return (named,)
     if isinstance(named, list) and named:
         return tuple(str(way) for way in named)
-    ways = [way for key, way in POOLING_KEYS.items() if values.get(key) is True]
-    return tuple(ways) or ("mean",)
+    poolings = [pooling for key, pooling in POOLING_KEYS.items() if values.get(key) is True]
+    return tuple(poolings) or ("mean",)
 
 
 def _read_prompts(settings: dict[str, Any]) -> dict[str, str]:

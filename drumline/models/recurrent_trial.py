@@ -87,8 +87,8 @@ def mixing_layers(small: Any, ids_BT: Tensor) -> dict[nn.Module, _LayerCall]:
     mixing: dict[nn.Module, _LayerCall] = {}
     for block in all_blocks:
         # A block within this one, such as Zamba2's, has a turn of its own.
-        others = set(all_blocks) - {block}
-        _add_mixing_layers(block, calls, others, mixing)
+        other_blocks = set(all_blocks) - {block}
+        _add_mixing_layers(block, calls, other_blocks, mixing)
     return mixing
 
 

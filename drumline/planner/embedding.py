@@ -53,16 +53,16 @@ def _choose_pooling(given: Pooling, files: EmbeddingFiles) -> tuple[Pooling, lis
 
     `given`: that of the config. Raises ModelError if it is auto, and embed lacks that of the files.
     """
-    said = " and ".join(files.pooling)
+    modes = " and ".join(files.pooling)
     # Several are joined, which is none of ours.
-    of_files = POOLINGS.get(said)
+    of_files = POOLINGS.get(modes)
     if given == of_files:
         return given, []
     if given != "auto":
-        line = f"algorithm.pooling is {given}, and {files.pooling_file} of the model says {said}"
+        line = f"algorithm.pooling is {given}, and {files.pooling_file} of the model says {modes}"
         return given, [line]
     if of_files is None:
-        what = f"{files.pooling_file} of the model pools by {said}, which embed does not train"
+        what = f"{files.pooling_file} of the model pools by {modes}, which embed does not train"
         fix = "set algorithm.pooling to mean, last or cls"
         raise ModelError(what, where="algorithm.pooling", fix=fix)
     return of_files, [f"algorithm.pooling: {of_files}, as {files.pooling_file} of the model says"]

@@ -238,8 +238,8 @@ def run_under_faults(
     memory = None
     if options.in_memory_every is not None:
         # A lost host goes back to the disk, all other faults to the host's memory.
-        mtbf_of_others = mtbf / (1 - HOST_LOST_SHARE)
-        memory = CheckpointTier(copied, 0.0, notice.rank + restart, mtbf_of_others)
+        mtbf_without_lost_hosts = mtbf / (1 - HOST_LOST_SHARE)
+        memory = CheckpointTier(copied, 0.0, notice.rank + restart, mtbf_without_lost_hosts)
         disk = replace(disk, restart=notice.host + from_disk, mtbf=mtbf / HOST_LOST_SHARE)
     return RunUnderFaults(
         devices=devices,

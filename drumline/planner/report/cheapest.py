@@ -80,24 +80,26 @@ def report_cheapest(
     hours. Raises PlanError, after the table is shown, if none is in time, and UserError if the length
     of the run is not known.
     """
-    tried: list[Rented] = []
+    rentals: list[Rented] = []
     for question in questions:
-        tried += rent(question, tokens, deadline)
-    _require_length(tried)
-    chosen = cheapest(tried)
+        rentals += rent(question, tokens, deadline)
+    _require_length(rentals)
+    chosen = cheapest(rentals)
     if as_json:
-        print(json.dumps({"version": VERSION, "for": _as_json(tried, chosen, deadline)}, indent=2))
+        print(
+            json.dumps({"version": VERSION, "for": _as_json(rentals, chosen, deadline)}, indent=2)
+        )
     else:
         model, task, _ = headline(questions[0])
         console.print(f"{model}\n{task}", style="bold", markup=False, end="\n\n")
-        _show(tried, chosen, console)
+        _show(rentals, chosen, console)
     if chosen is None:
-        raise _too_slow(tried, deadline)
+        raise _too_slow(rentals, deadline)
 
 
-def _require_length(tried: Sequence[Rented]) -> None:
+def _require_length(rentals: Sequence[Rented]) -> None:
     """Raise UserError if something fits and its hours are not known."""
-    for each in tried:
+    for each in rentals:
         if each.best is not None and each.hours is None:
             raise UserError(
                 "the length of the run is not known",
@@ -112,9 +114,9 @@ def _spec(rented: Rented) -> str:
     return f"{cluster.nodes}x{cluster.per_node}x{cluster.device.name}"
 
 
-def _show(tried: Sequence[Rented], chosen: Rented | None, console: Console) -> None:
+def _show(rentals: Sequence[Rented], chosen: Rented | None, console: Console) -> None:
     """Print a row for each number of hosts, and the choice."""
-    rows = [_row(each) for each in tried]
+    rows = [_row(each) for each in rentals]
     heads = ("rented", "strategy", VERDICT, NEEDS, "hours", "in time", "device\nhours", "cost")
     console.print(plain_table(console, heads, rows, spare=(NEEDS, VERDICT, "device\nhours")))
     if chosen is None or chosen.best is None:
@@ -160,9 +162,9 @@ def _cost(rented: Rented) -> str:
     return f"{number(rented.cost)} ({number(fast * rented.cost)}-{number(slow * rented.cost)})"
 
 
-def _too_slow(tried: Sequence[Rented], deadline: float) -> PlanError:
+def _too_slow(rentals: Sequence[Rented], deadline: float) -> PlanError:
     """Return the error that no number of hosts is in time, with the fastest one."""
-    fitting = [each for each in tried if each.hours is not None]
+    fitting = [each for each in rentals if each.hours is not None]
     if not fitting:
         return PlanError(
             "nothing fits on any of these hosts",
@@ -178,13 +180,13 @@ def _too_slow(tried: Sequence[Rented], deadline: float) -> PlanError:
     )
 
 
-def _as_json(tried: Sequence[Rented], chosen: Rented | None, deadline: float) -> dict[str, Any]:
+def _as_json(rentals: Sequence[Rented], chosen: Rented | None, deadline: float) -> dict[str, Any]:
     """Return all that was planned for, and the number of the cheapest in this list."""
     number_of_chosen = None
     if chosen is not None:
-        number_of_chosen = tried.index(chosen)
+        number_of_chosen = rentals.index(chosen)
     rows = []
-    for each in tried:
+    for each in rentals:
         best = None
         if each.best is not None:
             best = candidate_as_json(each.question, each.best, each.tokens)

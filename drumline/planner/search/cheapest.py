@@ -94,23 +94,23 @@ def rent(question: Question, tokens: float | None, deadline: float) -> list[Rent
     `question`: its cluster is of such hosts. `tokens`: of the whole run; None: those of its steps.
     `deadline`: hours.
     """
-    tried: dict[int, Rented] = {}
+    by_nodes: dict[int, Rented] = {}
     for nodes in _doublings():
-        tried[nodes] = _plan(question, nodes, tokens, deadline)
-        if tried[nodes].in_time == "yes":
+        by_nodes[nodes] = _plan(question, nodes, tokens, deadline)
+        if by_nodes[nodes].in_time == "yes":
             break
-    most = max(tried)
-    if tried[most].in_time == "yes":
+    most = max(by_nodes)
+    if by_nodes[most].in_time == "yes":
         too_few = most // 2
         enough = most
         while enough - too_few > 1:
             between = (too_few + enough) // 2
-            tried[between] = _plan(question, between, tokens, deadline)
-            if tried[between].in_time == "yes":
+            by_nodes[between] = _plan(question, between, tokens, deadline)
+            if by_nodes[between].in_time == "yes":
                 enough = between
             else:
                 too_few = between
-    return [tried[nodes] for nodes in sorted(tried)]
+    return [by_nodes[nodes] for nodes in sorted(by_nodes)]
 
 
 def _doublings() -> Iterator[int]:

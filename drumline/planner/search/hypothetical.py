@@ -67,11 +67,11 @@ def changes_hosts_alone(rows: Sequence[Changes]) -> bool:
 
 def describe_changes(changes: Changes) -> str:
     """Return changes as they are written: `memory_gb=288 price=6`."""
-    words = []
+    parts = []
     for key, value in changes.items():
         shown = f"{value:g}" if isinstance(value, float) else str(value)
-        words.append(f"{key}={shown}")
-    return " ".join(words)
+        parts.append(f"{key}={shown}")
+    return " ".join(parts)
 
 
 def what_if(question: Question, rows: Sequence[Changes]) -> tuple[Answer, ...]:
