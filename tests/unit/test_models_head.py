@@ -117,8 +117,8 @@ BERT = {
 
 
 def test_a_config_that_computes_nan_is_not_called_bidirectional() -> None:
-    rope = {"rope_type": "default", "rope_theta": 0.0}
-    config = ModelConfig(id=None, config={"model_type": "llama", **BERT, "rope_parameters": rope})
+    # The root of a negative number. NaN in attention alone is lost in the kernels of some CPUs.
+    config = ModelConfig(id=None, config={"model_type": "llama", **BERT, "rms_norm_eps": -1.0})
     with pytest.raises(ModelError, match="computes no finite numbers"):
         require_next_token(build_model(None, config, seed=0), "cpu", packed=False)
 
