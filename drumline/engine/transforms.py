@@ -437,6 +437,7 @@ def apply_compile(model: nn.Module, options: CompileConfig) -> None:
         losses._softmax_sums = torch.compile(losses._softmax_sums, dynamic=True)
     if not options.enabled:
         return
+    skip_side_effects_of_recomputation()
     for block in blocks(model) or [model]:
         is_cut = any(isinstance(parameter, DTensor) for parameter in block.parameters())
         is_checkpointed = getattr(block, "gradient_checkpointing", False)
@@ -444,6 +445,17 @@ def apply_compile(model: nn.Module, options: CompileConfig) -> None:
             _compile_in_checkpoint(block, options.mode)
         else:
             block.compile(mode=options.mode)
+
+
+def skip_side_effects_of_recomputation() -> None:
+    """Let a compiled block with checkpointing change Python objects in its forward alone.
+
+    The counts of a mixture's experts are such a change. A recomputation would only repeat it, and
+    without this torch refuses the block. It holds for all models of the process.
+    """
+    from drumline.vendor.torch import dynamo_config
+
+    dynamo_config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
 def _compile_in_checkpoint(block: Any, mode: str | None) -> None:

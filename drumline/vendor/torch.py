@@ -20,6 +20,7 @@ PLACES = {
     "compiled_c10d": "torch:_C._distributed_c10d",
     "current_graph_task_id": "torch:_C._current_graph_task_id",
     "device_constructors": "torch.utils._device:_device_constructors",
+    "dynamo_config": "torch._dynamo:config",
     "dump_memory_snapshot": "torch.cuda.memory:_dump_snapshot",
     "foreach_add_": "torch:_foreach_add_",
     "foreach_copy_": "torch:_foreach_copy_",
