@@ -42,6 +42,7 @@ from drumline.plan.attention import (
 )
 from drumline.plan.plan import Layout
 from drumline.system.threads import bind_to_gpu
+from drumline.vendor.torch import autograd_key, exclude_dispatch_key
 
 logger = logging.getLogger(__name__)
 # Config keys of GPT-2, Llama and BERT for dropout over attention's scores.
@@ -580,9 +581,10 @@ def sdpa_by_documents_backward(
     `sdpa_by_documents` behind `value`.
     """
     again: list[Any] = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-    with torch.enable_grad():
+    # A dispatch mode, such as that of the memory tracker, calls operators without autograd.
+    with exclude_dispatch_key(autograd_key, False), torch.enable_grad():
         out = sdpa_by_documents(*again, *pattern)
-    gradients = torch.autograd.grad(out, again, grad)
+        gradients = torch.autograd.grad(out, again, grad)
     return tuple(gradient.contiguous() for gradient in gradients)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo import lookup_backend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.config.config import CompileConfig, Config
@@ -873,3 +874,23 @@ def test_which_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert "(experimental)" in line_of(layout(**GPU))
     assert line_of(plain).startswith("documents: ")
+
+
+class PassingMode(TorchDispatchMode):
+    """A dispatch mode that runs each operator as it is, such as the memory tracker."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_by_documents_are_the_same_in_a_dispatch_mode() -> None:
+    """A compiled backward calls the operator in the mode, which is below autograd."""
+    query, key, value = (torch.randn(1, 4, 8, 8) for _ in range(3))
+    grad = torch.randn(1, 8, 4, 8)
+    lengths = torch.tensor([[5, 3]])
+    arguments = (grad, query, key, value, lengths, True, None, False, 0.35)
+    expected = torch.ops.drumline.attend_backward(*arguments)
+    with torch.no_grad(), PassingMode():
+        found = torch.ops.drumline.attend_backward(*arguments)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
