@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo import lookup_backend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.config.config import CompileConfig, Config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,11 @@ def make_run(root: Path, kind: str, algorithm: Sections) -> tuple[Plan, Any]:
             pair=f"$A {eos} $B:1 {eos}:1",
             special_tokens=[(eos, tokenizer.convert_tokens_to_ids(eos))],
         )
-        tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
         folder = root / "tokenizer"
         tokenizer.save_pretrained(folder)
+        file = folder / "tokenizer_config.json"
+        names = ["input_ids", "token_type_ids", "attention_mask"]
+        file.write_text(json.dumps({**json.loads(file.read_text()), "model_input_names": names}))
         model: Sections = {"id": None, "config": BERT, "tokenizer": str(folder)}
     else:
         folder = tiny_model_dir(root / "model")
