@@ -224,7 +224,8 @@ for name, algorithm in ALGORITHMS.items():
 DEEPSEEK: dict[str, Any] = {"architecture": "deepseek_v3"}
 work("lora on experts", "bf16", LORA, "one device", "fsdp2 2", "ep 2", **DEEPSEEK)
 # Recurrent layers run document by document.
-work("hybrid, packed", "bf16", PACKED, "one device", "fsdp2 2", architecture="granitemoehybrid")
+HYBRID: dict[str, Any] = {"architecture": "granitemoehybrid", "layers": 4}
+work("hybrid, packed", "bf16", PACKED, "one device", "fsdp2 2", **HYBRID)
 work("encoder-decoder", "fp32", {}, "one device", "fsdp2 2", architecture="t5")
 
 BY_NAME = {row.name: row for row in ROWS}
