@@ -130,9 +130,7 @@ class SumReducer:
         work: dist.Work | None = None
         if dist.is_initialized():
             work = dist.all_reduce(vector, async_op=True)
-        pending = PendingSums(list(sums), maximum_names, self.world_size, vector, work)
-        pending.count_of_counts = len(counts)
-        return pending
+        return PendingSums(list(sums), maximum_names, self.world_size, vector, work, len(counts))
 
     def require_same_names(self, names: tuple[str, ...]) -> None:
         """Raise UserError on all ranks if the names of sums differ between them. Collective."""
@@ -161,15 +159,19 @@ class PendingSums:
         world_size: int,
         vector: torch.Tensor,
         work: dist.Work | None,
+        number_of_counts: int,
     ) -> None:
-        """`vector`: the sums, a row for each maximum and each number by rank (`SumReducer.start`)."""
+        """Note what a reduction is of.
+
+        `vector`: the sums, a row for each maximum and each number by rank, and so many counts
+        (`SumReducer.start`).
+        """
         self.names = names
         self.maximum_names = maximum_names
         self.world_size = world_size
         self.vector = vector
         self.work = work
-        # How many numbers without names (`counts` of `SumReducer.start`) follow the rows.
-        self.count_of_counts = 0
+        self.number_of_counts = number_of_counts
         # How many scalars `fetch` has put at the end of the vector.
         self.scalar_count = 0
         self.is_fetched = False
@@ -186,7 +188,7 @@ class PendingSums:
         """Return the sums of `counts` over all ranks, on the device. Not after `fetch`."""
         assert not self.is_fetched, "the counts are on the device before fetch"
         self._wait_for_ranks()
-        return self.vector[len(self.vector) - self.count_of_counts :]
+        return self.vector[len(self.vector) - self.number_of_counts :]
 
     def read_counts(self) -> list[float]:
         """Wait for the sums of `counts` over all ranks, and return them; empty without any."""
@@ -195,7 +197,7 @@ class PendingSums:
         if self.arrived is not None:
             self.arrived.synchronize()
         end = len(self.vector) - self.scalar_count
-        return self.vector[end - self.count_of_counts : end].tolist()
+        return self.vector[end - self.number_of_counts : end].tolist()
 
     def _wait_for_ranks(self) -> None:
         """Wait until the vector is summed. On a GPU the stream waits, not the host."""
@@ -230,7 +232,7 @@ class PendingSums:
         values: list[float] = self.vector.tolist()
         first_row = len(self.names)
         first_scalar = len(values) - self.scalar_count
-        first_count = first_scalar - self.count_of_counts
+        first_count = first_scalar - self.number_of_counts
         rows: list[list[float]] = []
         for start in range(first_row, first_count, self.world_size):
             rows.append(values[start : start + self.world_size])

@@ -148,7 +148,7 @@ class Loop:
         self.collectives = CollectiveCheck(health.check_collectives)
         self.stragglers = Stragglers(self.reducer, self.emit, health.straggler_ratio)
         self.expert_loads = ExpertLoads(
-            getattr(self.engine, "router_load", None),
+            self.engine.router_load,
             self.reducer.fp64_device,
             self.emit,
             self.plan.steps,

@@ -8,10 +8,11 @@ deepspeed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,20 +194,21 @@ def gather_separated_layers_whole(model: nn.Module) -> None:
     """
     for layer in separated_layers(model):
         set_z3_leaf_module(layer, True)
-        layer.register_forward_pre_hook(_pass_by_position, with_kwargs=True)
+        _self, *names = inspect.signature(type(layer).forward).parameters
+        hook = functools.partial(_pass_by_position, names)
+        layer.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 @torch.compiler.disable
 def _pass_by_position(
-    layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+    names: Sequence[str], layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a layer's arguments, its first ones by position, and one of them with a gradient.
 
     When the gradients of the arguments by position are there, DeepSpeed reduces those of the
     layer's weights and releases the weights. Without such a gradient it would reduce zeros, before
-    the layer's backward.
+    the layer's backward. `names`: of all arguments of the layer's forward, in order.
     """
-    _self, *names = inspect.signature(type(layer).forward).parameters
     positional = list(args)
     left = dict(options)
     for name in names[len(args) :]:
