@@ -46,6 +46,7 @@ from drumline.planner.search.advice import (
 from drumline.planner.search.answer import Answer, Candidate, Question, rank_again, require_here
 from drumline.planner.search.auto import heuristic_first
 from drumline.planner.search.hypothetical import Changes, parse_what_if
+from drumline.planner.search.rival import parse_wanted
 from drumline.planner.search.search import search
 from drumline.report.bars import COMPARING, LOOKING_FOR_HELP, OnProgress, bars, line_if_slow
 
@@ -164,12 +165,13 @@ def _answer(
         answer, _ = heuristic_first(answer)
         report_faults(answer, console, options.tokens, options.as_json)
     elif options.why_not is not None:
+        wanted = parse_wanted(options.why_not)
         with line_if_slow(aside, COMPARING):
             answer = search(question)
             if not answer.ranked:
                 raise nothing_fits_error(answer, smallest_changes(answer))
             answer, _ = heuristic_first(answer)
-            report_why_not(answer, options.why_not, console, options.as_json)
+            report_why_not(answer, wanted, console, options.as_json)
     else:
         answer = _find_answer(question, request.policy, loaded, options, aside)
         _show_answer(answer, question, loaded, options, console, aside)

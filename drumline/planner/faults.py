@@ -28,7 +28,7 @@ MTBF_HOURS = 54 * 24 * 16384 / 419
 HOST_LOST_SHARE = 0.78
 
 
-class Measured(NamedTuple):
+class MeasuredSeconds(NamedTuple):
     """Seconds of something that was measured several times, or could be as short as a limit."""
 
     shortest: float
@@ -46,14 +46,14 @@ Pace = Literal["shortest", "median", "longest"]
 #
 # Seconds until a dead rank is noticed. At best it is at the next look of the host's agent
 # (launch.agent.MONITOR_SECONDS). The others are of 21 killed ranks.
-NOTICE_RANK = Measured(0.1, 0.5, 0.8)
+NOTICE_RANK = MeasuredSeconds(0.1, 0.5, 0.8)
 # Seconds until a lost host is noticed. At best it is when a silent host is given up
 # (SILENT_SECONDS of drumline-hosts). The others are of 6 lost hosts.
-NOTICE_HOST = Measured(6.0, 8.1, 18.6)
+NOTICE_HOST = MeasuredSeconds(6.0, 8.1, 18.6)
 # Seconds from a noticed fault to the first step, without reading a checkpoint from a disk and
 # without the steps that are done again. The shortest is of two processes on an idle machine with a
 # checkpoint in host memory, less NOTICE_RANK (benchmarks/results/recovery-cpu.json).
-RESTART = Measured(1.0, 24.0, 74.9)
+RESTART = MeasuredSeconds(1.0, 24.0, 74.9)
 # The most spare hosts that are tried.
 MOST_SPARES = 1000
 # An interval this many times as long as the mean time between faults gets no training done. The formula

@@ -13,7 +13,7 @@ import pytest
 
 from drumline.cli.plan import parse_count
 from drumline.errors import UserError
-from drumline.planner.report.cheapest import Offer, parse_duration, parse_offers
+from drumline.planner.report.cheapest import HostOffer, parse_duration, parse_offers
 from drumline.planner.search.answer import Question
 from drumline.planner.search.cheapest import Rented, cheapest, rent
 from drumline.planner.search.hypothetical import change_cluster, parse_what_if
@@ -193,8 +193,8 @@ def test_durations_counts_and_offers() -> None:
     assert parse_count("2.5m") == 2.5e6
     assert parse_count("1e9") == 1e9
     assert parse_offers("8xh100-80g=2.5,8xa100-80g=1.6") == [
-        Offer("8xh100-80g", 2.5),
-        Offer("8xa100-80g", 1.6),
+        HostOffer("8xh100-80g", 2.5),
+        HostOffer("8xa100-80g", 1.6),
     ]
     for text in ("", "24", "h", "-1h", "0h"):
         with pytest.raises(UserError, match="is no duration"):

@@ -29,7 +29,7 @@ PART = re.compile(r"(\d+(?:\.\d+)?)([dhm])")
 OFFERS_FORM = "write a host and the price of one of its devices: 8xh100-80g=2.5,8xa100-80g=1.6"
 
 
-class Offer(NamedTuple):
+class HostOffer(NamedTuple):
     """A host that is offered: its spec as `--cluster` has it, and the price of a device for an hour."""
 
     host: str
@@ -51,7 +51,7 @@ def parse_duration(text: str) -> float:
     return hours
 
 
-def parse_offers(text: str) -> list[Offer]:
+def parse_offers(text: str) -> list[HostOffer]:
     """Return the offers in the value of `--offers`. Raises UserError for another form."""
     offers = []
     for part in text.split(","):
@@ -63,7 +63,7 @@ def parse_offers(text: str) -> list[Offer]:
         # Written this way round, so that nan is refused, too.
         if not host.strip() or not 0 <= amount <= 1e9:
             raise UserError(f"{part!r} is no offer", where="--offers", fix=OFFERS_FORM)
-        offers.append(Offer(host.strip(), amount))
+        offers.append(HostOffer(host.strip(), amount))
     return offers
 
 

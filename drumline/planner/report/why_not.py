@@ -24,8 +24,8 @@ from drumline.planner.search.answer import GB, Answer, Candidate, number
 from drumline.planner.search.rival import (
     Rival,
     Term,
+    Wanted,
     find_rival,
-    parse_wanted,
     terms_of,
     time_terms,
     traffic_terms,
@@ -33,13 +33,12 @@ from drumline.planner.search.rival import (
 )
 
 
-def report_why_not(answer: Answer, text: str, console: Console, as_json: bool) -> None:
-    """Print why the best plan that has `KEY=VALUE` is not the first one.
+def report_why_not(answer: Answer, wanted: Wanted, console: Console, as_json: bool) -> None:
+    """Print why the best plan that has what is wanted is not the first one.
 
-    The answer must have a plan that fits. Raises UserError for another form of `text`, and if no
-    layout has it.
+    The answer must have a plan that fits. Raises UserError if no layout has it.
     """
-    rival = find_rival(answer, parse_wanted(text))
+    rival = find_rival(answer, wanted)
     if as_json:
         print(json.dumps({"version": VERSION, "why_not": _as_json(answer, rival)}, indent=2))
         return
