@@ -115,8 +115,10 @@ def test_a_stale_head_is_stopped_and_an_honest_server_is_not(
             checked.compare(sampler)
             change_weights(learned)
 
-        # On some CPUs the two are equal to the bit.
-        assert 0 <= checked.gap <= gap_limit(checked.baseline, precision)
+        assert checked.baseline is not None
+        assert checked.gap <= gap_limit(checked.baseline, precision)
+        # In fp32 the two are equal to the bit on some CPUs.
+        assert checked.gap > 0 or precision == "fp32"
 
         state = checked.state()
         resumed = SamplerCheck(config, read, prompts, precision, is_new=False, state=state)
@@ -248,8 +250,8 @@ def test_a_run_of_two_ranks_with_a_sharded_policy_ends_at_a_stale_head(tmp_path:
     first, second = column(tmp_path / "run", "sampler_gap", "rollout")
     limit = gap_limit(first, "fp32")
 
-    assert 0 <= first <= limit
-    assert 0 <= second <= limit
+    assert 0 < first <= limit
+    assert 0 < second <= limit
 
     errors = finished.err.splitlines()
     (line,) = [line for line in errors if "what samples is not the policy" in line]
