@@ -555,7 +555,7 @@ def config_of(algorithm: dict[str, Any]) -> Config:
 
 
 def resolve(model: FoundModel, **algorithm: Any) -> tuple[str, list[str]]:
-    """Return the pooling that is trained, and what the user is told."""
+    """Return the pooling that is trained, and the notes to the user."""
     lines: list[str] = []
     config = resolve_embedding(config_of(algorithm), model, lines.extend)
     return config.algorithm.pooling, lines  # type: ignore[attr-defined]
@@ -579,7 +579,7 @@ def test_the_pooling_of_the_models_files_is_taken(tmp_path: Path, values: dict[s
 
 
 def test_a_pooling_that_was_set_wins(tmp_path: Path) -> None:
-    """So do other keys. Where the model's files say something else, the user is told."""
+    """So do other keys. A note says what the model's files have instead."""
     values = {"pooling_mode_lasttoken": True, "include_prompt": False}
     model = pooled_by(tmp_path, values, "Dense", "Normalize")
     settings = {"prompts": {"query": "ask: ", "document": ""}}
