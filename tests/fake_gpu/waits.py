@@ -45,6 +45,11 @@ REASONS = {
         " expert by expert"
     ),
     "": "the same in backward, where torch calls it without Python",
+    # Models with an encoder and a decoder.
+    "models/seq2seq.py:__call__ < models/head.py:compute_outputs": (
+        "transformers asks whether a row of the encoder is padded, once for each stack: without"
+        " padding its attention takes the kernels that need no mask"
+    ),
     # Rollouts.
     "dist/copies.py:read < rl/generate.py:_read": GENERATE,
     "rl/generate.py:_generate_batch < rl/generate.py:generate": GENERATE,
