@@ -13,7 +13,7 @@ from torch import nn
 
 from drumline.config.registry import nearest
 from drumline.errors import ModelError
-from drumline.models.parts import is_part, names_in_part
+from drumline.models.parts import is_part, names_in_part, unread_names
 
 WHERE = "model.freeze"
 
@@ -23,10 +23,13 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
 
     A name may also be a part of a vision-language model, see `models.parts`.
     Frozen parameters have no gradients, no moments, and no place in checkpoints. Frozen batch norms
-    normalise by the statistics that they have, and do not update them.
+    normalise by the statistics that they have, and do not update them. Modules that a model has but
+    does not read (`models.parts.unread_names`) are frozen, too.
     Raises ModelError for a name that the model does not have, and if nothing stays trainable.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in unread_names(model):
+        model.get_submodule(name).requires_grad_(False)
     for name in _names_for_parts(model, names):
         frozen = []
         for parameter_name, parameter in parameters.items():

@@ -63,6 +63,36 @@ def names_in_part(model: Any, part: str, names: Iterable[str], where: str) -> li
     return found
 
 
+def unread_names(model: Any) -> list[str]:
+    """Return the names of a tower's modules whose output the rest of the model does not read.
+
+    LLaVA takes the features of an image behind a block of the tower (`vision_feature_layer`, as a
+    place among the hidden states). What follows gets no gradients, for which DDP would wait. Empty
+    for all other models.
+    """
+    config = getattr(model, "config", None)
+    layers = getattr(config, "vision_feature_layer", None)
+    if layers is None:
+        return []
+    tower = vision_tower(model)
+    (tower_name,) = [name for name, module in model.named_modules() if module is tower]
+    children = dict(tower.named_children())
+    # Towers that end otherwise give their last output, whose norm is read.
+    if "post_layernorm" not in children:
+        return []
+    unread = [f"{tower_name}.post_layernorm"]
+    if "head" in children:
+        unread.append(f"{tower_name}.head")
+    count = len(tower.encoder.layers)
+    if isinstance(layers, int):
+        layers = [layers]
+    # One more hidden state than blocks: the first is what enters the first block.
+    last_read = max(layer % (count + 1) for layer in layers)
+    for index in range(last_read, count):
+        unread.append(f"{tower_name}.encoder.layers.{index}")
+    return unread
+
+
 def _is_below(name: str, outer_names: list[str]) -> bool:
     """Return whether a name is one of some names, or lies in a module with one of them."""
     return any(name == outer or name.startswith(f"{outer}.") for outer in outer_names)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
@@ -23,6 +23,7 @@ from drumline.data.image_rows import VisionRowEncoder
 from drumline.data.images import collate_vision
 from drumline.data.sources import Row, read_rows
 from drumline.errors import DataError, ModelError, PlanError
+from drumline.models.freeze import freeze
 from drumline.models.head import can_split, trial_batch
 from drumline.models.image_tokens import FAMILIES, GemmaVision, OneVision, Vision
 from drumline.models.load import load_config
@@ -255,6 +256,41 @@ def test_trial_batches_run_the_whole_model(vision: Vision) -> None:
 
     for part in PARTS:
         assert names_in_part(model, part, names, "test"), part
+
+
+def weights_without_gradients(model: Any) -> set[str]:
+    """Return the names of the weights that a backward of a batch with images does not reach."""
+    model(**trial_batch(model, "cpu").inputs()).logits.sum().backward()
+    return {name for name, parameter in model.named_parameters() if parameter.grad is None}
+
+
+def frozen_names(model: Any) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+def test_weights_that_the_model_does_not_read_are_frozen(vision: Vision) -> None:
+    """DDP would wait for their gradients."""
+    unread = weights_without_gradients(built(vision))
+    model = built(vision)
+
+    freeze(model, [])
+
+    assert frozen_names(model) == unread
+
+
+@pytest.mark.parametrize("layer", [-1, -2, 1, [-2, 0]], ids=str)
+def test_the_layer_of_features_decides_what_is_read(tmp_path: Path, layer: int | list[int]) -> None:
+    tiny_family_dir(tmp_path / "model", "llava_onevision")
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    config.vision_feature_layer = layer
+    config.vision_config.vision_use_head = True
+    unread = weights_without_gradients(AutoModelForImageTextToText.from_config(config))
+    model = AutoModelForImageTextToText.from_config(config)
+
+    freeze(model, [])
+
+    assert frozen_names(model) == unread
+    assert any("post_layernorm" in name for name in unread)
 
 
 def test_the_most_pixels_of_an_image(vision: Vision) -> None:
