@@ -122,10 +122,11 @@ def rank(steps: int, hidden: int) -> dict[str, float]:
         loss.backward()
         optimizer.step()
         gathered = reducer.start({"loss": loss.detach().double()}, 0.0, 0.0, 0.0)
-        finite = torch.isfinite(gathered["loss"])
+        loss_sum = gathered["loss"]
+        finite = torch.isfinite(loss_sum)
         gathered.read()
         after = time.perf_counter()
-        watched(step, heartbeat, spikes, stragglers, gathered["loss"], finite)
+        watched(step, heartbeat, spikes, stragglers, loss_sum, finite)
         seconds["step"].append(after - began)
         seconds["watching"].append(time.perf_counter() - after)
         before = time.perf_counter()
