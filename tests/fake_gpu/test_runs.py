@@ -126,7 +126,8 @@ def hurt(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pace.write_text("1.0")
     with shared_memory() as meeting:
         process = start(["-m", "drumline", "train", path], environment(2, meeting))
-        wait_for(run, "step", 4)
+        # A checkpoint is whole a step after it was taken.
+        wait_for(run, "save", 3)
         kill(ranks_of(run)[1])
         restored = wait_for(run, "restore", 3)
         wait_for(run, "step", 4, after=restored["t"])

@@ -53,7 +53,7 @@ REASONS = {
     # Rollouts.
     "dist/copies.py:read < rl/generate.py:_read": GENERATE,
     "rl/generate.py:_generate_batch < rl/generate.py:generate": GENERATE,
-    "rl/generate.py:_prefill_shared_prompts < rl/generate.py:_generate_batch": GENERATE,
+    "rl/generate.py:_prefill_shared_prompts < rl/generate.py:_prompt_arguments": GENERATE,
     "rl/reading.py:read < rl/sampler_check.py:_mean_difference": (
         "log-probabilities of a probe of the sampler, compared on the host after each hand-over"
     ),
