@@ -1,4 +1,4 @@
-"""The rules of models that search: of embeddings, and of rerankers. No torch here."""
+"""Rules for embeddings and rerankers: what they cannot be combined with. No torch here."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from drumline.plan.rule import Case
 
 
 def refusals(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of embeddings and of rerankers; none for other algorithms."""
+    """Yield the refusals for a case with embeddings or a reranker; none for other algorithms."""
     if case.config.head == "embedding":
-        yield from _embeddings(case)
+        yield from _embedding_refusals(case)
     elif case.config.algorithm.kind == "rerank":
-        yield from _rerankers(case)
+        yield from _reranker_refusals(case)
 
 
-def _rerankers(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of models that read a query and a text in one row."""
+def _reranker_refusals(case: Case) -> Iterator[Refusal]:
+    """Yield the refusals for models that read a query and a text in one row."""
     for dimension, ranks in (("pp", case.mesh.pp), ("cp", case.mesh.cp)):
         if ranks > 1:
             yield Refusal(
@@ -27,8 +27,8 @@ def _rerankers(case: Case) -> Iterator[Refusal]:
             )
 
 
-def _embeddings(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of embeddings, whose loss compares texts of all ranks."""
+def _embedding_refusals(case: Case) -> Iterator[Refusal]:
+    """Yield the refusals for embeddings, whose loss compares the texts of all ranks."""
     config = case.config
     if case.mesh.pp > 1:
         yield Refusal(
