@@ -22,7 +22,7 @@ def _reranker_refusals(case: Case) -> Iterator[Refusal]:
         if ranks > 1:
             yield Refusal(
                 f"{dimension} × rerank",
-                "a model also gets which tokens are the query's, and parts of models and of rows get ids and positions alone",
+                "a reranker also gets which tokens are the query's, but a part of a model or of a row gets only ids and positions",
                 "use strategy=ddp, fsdp2 or tp",
             )
 
@@ -33,7 +33,7 @@ def _embedding_refusals(case: Case) -> Iterator[Refusal]:
     if case.mesh.pp > 1:
         yield Refusal(
             "pp × embeddings",
-            "the last stage computes a head from the last block's output, and an encoder has none",
+            "the last stage computes a head from the last block's output, and an encoder has no head",
             "use strategy=fsdp2 or ddp",
         )
     if case.strategy.exchange is not None:
@@ -61,7 +61,7 @@ def _embedding_refusals(case: Case) -> Iterator[Refusal]:
     if case.facts is not None and largest >= case.facts.hidden:
         yield Refusal(
             "matryoshka × the width of the model",
-            f"its embeddings have {case.facts.hidden} numbers, and the loss of all of them is counted anyway",
+            f"its embeddings have {case.facts.hidden} numbers, and the loss with all of them is always computed",
             "name smaller sizes",
             "algorithm.matryoshka",
         )
