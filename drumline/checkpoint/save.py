@@ -235,7 +235,7 @@ class Checkpointer:
         try:
             space_error = self._prepare(job, tensors)
         except Exception as failure:  # noqa: BLE001 - a failed save is a result
-            self._ended = _failed(job, failure)
+            self._ended = _make_failure(job, failure)
             return
         if space_error is not None:
             self._ended = replace(_result(job, None, 0, space_error), begun=False)
@@ -394,7 +394,7 @@ class Checkpointer:
             if folder and self.disks.is_leader:
                 # The rest is removed at the next start; the result reports the failure itself.
                 shutil.rmtree(folder, ignore_errors=True)
-            self._ended = _failed(job, failure)
+            self._ended = _make_failure(job, failure)
             return
         manifest = committed.manifest
         errors = []
@@ -629,7 +629,7 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _failed(job: _Job, failure: BaseException) -> SaveResult:
+def _make_failure(job: _Job, failure: BaseException) -> SaveResult:
     """Return the result of a save that failed."""
     result = _result(job, None, 0, describe_error(failure))
     return replace(result, is_permanent=is_permanent(failure))

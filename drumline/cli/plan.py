@@ -18,16 +18,18 @@ from drumline.cli.arguments import (
 )
 from drumline.errors import UserError
 
-# `full` and `none` mean the same: all weights are trained.
+# `none` works as well, and means the same as `full`: all weights are trained.
 ADAPTER_HELP = "full, lora or qlora."
-
-
-# Letters that may end a number of tokens.
+# Letters that may end a number of tokens, and the factor of each.
 COUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def parse_count(given: str | float) -> float:
-    """Parse a number of tokens such as 1e9, 500M or 10B. Raises UserError for anything below 1."""
+    """Return a number of tokens that was given as a text such as 1e9, 500M or 10B.
+
+    Raises:
+        UserError: The text is no number, or the number is below 1.
+    """
     text = str(given).strip()
     factor = COUNTS.get(text[-1:].upper(), 1.0)
     digits = text
@@ -37,7 +39,7 @@ def parse_count(given: str | float) -> float:
         count = factor * float(digits)
     except ValueError:
         count = 0.0
-    # Infinity and NaN are refused with all other options that are numbers.
+    # Infinity and NaN pass here, and are refused later, as for all options that are numbers.
     if math.isfinite(count) and count < 1:
         raise UserError(
             f"{text!r} is no number of tokens", where="--tokens", fix="such as 1e9, 500M or 10B"

@@ -187,7 +187,7 @@ class ClusterConfig(Section):
 
     @field_validator("intra", "inter")
     @classmethod
-    def _linked(cls, link: str | None, info: ValidationInfo) -> str | None:
+    def _parse_link(cls, link: str | None, info: ValidationInfo) -> str | None:
         own = info.data.get("links", {})
         if link is None or link in own or catalog.find_link(link) is not None:
             return link

@@ -210,7 +210,7 @@ def _describe(detail: Any, place: Place, kind: str | None) -> Mistake:
     if error == "extra_forbidden":
         return _unknown_key(place, kind)
     if error == "missing":
-        return _missing(place)
+        return _describe_missing(place)
     if error in ("union_tag_invalid", "union_tag_not_found"):
         return _no_kind(error, value, place)
     if error == "literal_error":
@@ -252,13 +252,13 @@ def _mistaken_value(detail: Any, place: Place) -> Mistake:
     value = detail["input"]
     if isinstance(value, float) and not math.isfinite(value):
         return Mistake(f"{_shown(value)} given, a finite number is wanted", _default(place))
-    wanted = _wanted(detail)
+    wanted = _describe_expected(detail)
     if wanted is None:
         return Mistake(describe_value(detail), _default(place))
     return Mistake(describe_value(detail), _fix_type(value, wanted, place))
 
 
-def _wanted(detail: Any) -> str | None:
+def _describe_expected(detail: Any) -> str | None:
     """Return what pydantic wanted instead of a value, with limits; None if WANTED lacks it."""
     limits = {}
     for name, limit in detail.get("ctx", {}).items():
@@ -272,7 +272,7 @@ def _wanted(detail: Any) -> str | None:
 
 def describe_value(detail: Any) -> str:
     """Return what was given and what is wanted, from pydantic's error about a single value."""
-    wanted = _wanted(detail)
+    wanted = _describe_expected(detail)
     shown = _shown(detail["input"])
     if wanted is None:
         message = detail["msg"]
@@ -344,7 +344,7 @@ def _default(place: Place) -> str:
     return f"the default is {json.dumps(field.default)}"
 
 
-def _missing(place: Place) -> Mistake:
+def _describe_missing(place: Place) -> Mistake:
     """Return the mistake of a key, or an item of a list, that is not there."""
     key = place[-1]
     if key.isdigit():

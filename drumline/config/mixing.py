@@ -137,7 +137,7 @@ def epoch_counts(
         if source.repeats is None:
             counts.append(0)
         else:
-            counts.append(_repeated(source, size))
+            counts.append(_count_repeated(source, size))
     samples_to_share = sum(sizes[i] for i in shared)
     relative = {i: shares[i] / largest for i in shared if shares[i] > 0}
     caps = {i: _cap(sources[i]) for i in shared}
@@ -151,7 +151,7 @@ def _cap(source: Mixed) -> float:
     return source.cap or math.inf
 
 
-def _repeated(source: Mixed, size: int) -> int:
+def _count_repeated(source: Mixed, size: int) -> int:
     """Return how many samples a source with `repeats` has in an epoch; at least one."""
     count = max(1, round((source.repeats or 0) * size))
     return int(min(count, _cap(source)))

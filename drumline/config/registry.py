@@ -172,7 +172,7 @@ def kinds(base: type[S]) -> dict[str, type[S]]:
     specs = {}
     for name in known_names(base.group, built_in):
         if name in built_in:
-            specs[name] = _extended(base, name)
+            specs[name] = _find_extended(base, name)
         else:
             specs[name] = _spec_of_package(base, name)
     specs |= _users_specs.get(base, {})
@@ -217,7 +217,7 @@ def find(
             that is not trusted.
     """
     if kind in _built_in(base):
-        return _extended(base, kind)
+        return _find_extended(base, kind)
     if ":" not in kind:
         if kind in entry_points(base.group):
             return _spec_of_package(base, kind)
@@ -234,7 +234,7 @@ def find(
             raise ConfigError(
                 what, where=where, fix="read that code, then add model.trust_remote_code=true"
             )
-        own[kind] = _checked(base, find_object(kind, base_dir, where), kind, where)
+        own[kind] = _require_kind(base, find_object(kind, base_dir, where), kind, where)
     return cast("type[S]", own[kind])
 
 
@@ -268,7 +268,7 @@ def _spec_modules(base: type[Spec]) -> list[str]:
     return names
 
 
-def _extended(base: type[S], kind: str) -> type[S]:
+def _find_extended(base: type[S], kind: str) -> type[S]:
     """Return the spec of a kind of this package, or of an installed package that adds keys to it."""
     if kind in entry_points(f"extended_{base.group}"):
         return _extension(base, kind)
@@ -284,7 +284,7 @@ def _extension(base: type[S], kind: str) -> type[S]:
     point = entry_points(f"extended_{base.group}")[kind]
     package = package_of(point)
     spec = run_user_code(point.load, f"the {base.noun} {kind!r} of {package}", package)
-    return _checked(_built_in(base)[kind], spec, kind, base.kind_key())
+    return _require_kind(_built_in(base)[kind], spec, kind, base.kind_key())
 
 
 @cache
@@ -293,10 +293,10 @@ def _spec_of_package(base: type[S], name: str) -> type[S]:
     point = entry_points(base.group)[name]
     package = package_of(point)
     spec = run_user_code(point.load, f"the {base.noun} {name!r} of {package}", package)
-    return _checked(base, spec, name, base.kind_key())
+    return _require_kind(base, spec, name, base.kind_key())
 
 
-def _checked(base: type[S], spec: Any, kind: str, where: str) -> type[S]:
+def _require_kind(base: type[S], spec: Any, kind: str, where: str) -> type[S]:
     """Return the spec, with `kind` as its kind.
 
     Raises ConfigError, which names the key `where`, if it is no spec of this group.
@@ -329,7 +329,7 @@ class Registered:
         # Each kind writes its own fields.
         serialization = core_schema.simple_ser_schema("any")
         return core_schema.with_info_plain_validator_function(
-            self._validated, serialization=serialization
+            self._validate, serialization=serialization
         )
 
     def __get_pydantic_json_schema__(
@@ -345,7 +345,7 @@ class Registered:
         own = {"type": "object", "properties": {"kind": USERS_OWN_KIND}, "required": ["kind"]}
         return {"anyOf": [*choices, full, own]}
 
-    def _validated(self, value: Any, info: ValidationInfo) -> Any:
+    def _validate(self, value: Any, info: ValidationInfo) -> Any:
         """Return the spec of a section, or pydantic's error for a section that is none."""
         if isinstance(value, self.base):
             return value

@@ -95,7 +95,7 @@ class LengthReward(_Reward):
     )
 
     @model_validator(mode="after")
-    def _ordered(self) -> LengthReward:
+    def _check_order(self) -> LengthReward:
         if self.limit <= self.free:
             raise ValueError("limit must be above free")
         return self

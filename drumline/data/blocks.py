@@ -430,14 +430,14 @@ class Blocks:
             # Sample ids count through the blocks, as positions do: a block's samples are those of
             # its positions, in another order.
             indices = np.arange(position - begin, part_stop - begin, dtype=np.int64)
-            indices = self._shuffled(indices, number, size)
+            indices = self._read_shuffled(indices, number, size)
             if self.reverse:
                 indices = size - 1 - indices
             parts.append(indices + begin)
             position = part_stop
         return np.concatenate(parts)
 
-    def _shuffled(self, indices: Ints, number: int, size: int) -> Ints:
+    def _read_shuffled(self, indices: Ints, number: int, size: int) -> Ints:
         """Return the samples at some indices of a block's shuffled order; as they are without a seed."""
         if self.seed is None:
             return indices

@@ -40,8 +40,9 @@ def apply_expert_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
     for name in expert_modules(model):
         module = model.get_submodule(name)
         apply_experts(module, mesh, shares_tokens=False, averaged_over=mesh.size())
-        # How many rows come to a rank is another number in each step, and the host has to know it.
-        # So a compiled block has two graphs: what is before the experts and what is behind them.
+        # The number of rows that come to a rank changes in each step, and the host has to know it.
+        # So the experts are not compiled, and a compiled block has two graphs: one before its
+        # experts and one behind them.
         module.forward = torch.compiler.disable(module.forward)
 
 
@@ -50,10 +51,13 @@ def apply_experts(
 ) -> None:
     """Cut the experts of a module evenly over the ranks of `mesh` (one dimension), in place.
 
-    `module`: one of `expert_modules`, with the adapters around the experts if there are any.
-    `shares_tokens`: whether all ranks have the same tokens. `averaged_over`: what gradients are
-    divided by. An expert's gradient is a sum over all ranks that send tokens to it; if these are
-    data ranks, whose gradients are averaged, the sum has to be divided.
+    Args:
+        module: One of `expert_modules`, with the adapters around the experts if there are any.
+        mesh: The ranks.
+        shares_tokens: Whether all ranks have the same tokens.
+        averaged_over: What gradients are divided by. The gradient of an expert is a sum over all
+            ranks that send tokens to it. Gradients of data ranks are averaged, so if these ranks
+            are data ranks, the sum has to be divided by their number.
     """
     base = find_base_layer(module)
     experts_per_rank = base.num_experts // mesh.size()
@@ -84,7 +88,7 @@ def apply_experts(
         inputs_AD = rows_AD
         expert_A1 = expert_A[:, None]
         if rows == 0:
-            # Without rows one row of zeros is computed, since the weights must be in the graph.
+            # Compute one row of zeros: the weights must be in the graph to get a gradient.
             inputs_AD = rows_AD.new_zeros(1, rows_AD.shape[1])
             expert_A1 = expert_A.new_zeros(1, 1)
         out: Tensor = compute(inputs_AD, expert_A1, inputs_AD.new_ones(expert_A1.shape))
@@ -112,8 +116,9 @@ def cast_experts_under_autocast(model: nn.Module) -> None:
     """Let experts multiply in the type of autocast, as linear layers do, in place.
 
     Autocast does not know torch's grouped products, which would multiply fp32 weights in fp32, one
-    expert after another. Call it before experts are cut: a cast is of a rank's own experts. Packed
-    experts unpack in that type by themselves.
+    expert after another. Packed experts unpack in the type of autocast by themselves.
+
+    Call this before experts are cut, so that each rank casts only its own experts.
     """
     for name in expert_modules(model):
         module: Any = model.get_submodule(name)
@@ -135,9 +140,9 @@ def is_expert_shard(parameter: Any) -> bool:
 
 
 def cut_expert_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that compute experts, with the adapters around them, once they are cut.
+    """Return the modules of experts that have been cut, with the adapters around them.
 
-    `expert_modules` finds them before that.
+    Before experts are cut, `expert_modules` finds them.
     """
     layers: list[nn.Module] = []
     inside: set[nn.Module] = set()
@@ -167,8 +172,14 @@ class _LocalExperts(NamedTuple):
     ) -> Tensor:
         """Send each choice to the rank of its expert, and return the weighted sums, float[N, D].
 
-        Choices sorted by expert are also sorted by rank, so no rank needs to be told which row is
-        whose.
+        Choices are sorted by expert, and so by rank. The numbers of rows alone tell each rank which
+        row belongs to which of its experts.
+
+        Args:
+            hidden_ND: The tokens of this rank.
+            chosen_Nk: The experts that the router has chosen for each token.
+            weights_Nk: Their weights.
+            load_E: How many choices of this rank fall on each expert.
         """
         group = self.mesh.get_group()
         ranks = self.mesh.size()
@@ -178,23 +189,22 @@ class _LocalExperts(NamedTuple):
         arriving_RE = torch.empty_like(sent_RE)
         dist.all_to_all_single(arriving_RE, sent_RE, group=group)
         # Here the host waits for the device. It has to know how many rows come, to make room for
-        # them, and because NCCL takes the sizes of an all-to-all from the host. Always making room
-        # for the most rows that may come would spare the wait, but send and multiply up to `ranks`
-        # times the rows.
+        # them, and because NCCL takes the sizes of an all-to-all from the host. Without the wait,
+        # room for the most rows that can come would be needed: up to `ranks` times as many rows
+        # would be sent and multiplied.
         #
-        # With fp32 weights torch's grouped products wait as well, two in a forward and four in a
-        # backward: they then multiply expert by expert, and the host reads the bounds.
+        # With fp32 weights the host also waits in torch's grouped products, twice in a forward and
+        # four times in a backward: they multiply expert by expert, and the host reads the bounds.
         rows_each_way = torch.stack([sent_RE.sum(1), arriving_RE.sum(1)])
         sends, arrives = rows_each_way.tolist()
         sent_SD = hidden_ND[order_S // experts_per_token]
         rows_AD = all_to_all_single_autograd(sent_SD, arrives, sends, group)
-        # From each rank in turn come the rows of the first expert, then those of the second, and so
-        # on.
+        # Rows arrive rank by rank, and from each rank sorted by expert.
         local_experts = torch.arange(self.per_rank, device=order_S.device).repeat(ranks)
         expert_A = local_experts.repeat_interleave(arriving_RE.flatten(), output_size=sum(arrives))
         computed_AD = self.run(rows_AD, expert_A)
         returned_SD = all_to_all_single_autograd(computed_AD, sends, arrives, group)
-        # Choice → its row in the order by experts: the inverse of the sort.
+        # For each choice its row among those sorted by expert: the inverse of the sort.
         row_S = torch.empty_like(order_S)
         row_S[order_S] = torch.arange(len(order_S), device=order_S.device)
         by_choice_NkD = returned_SD[row_S].unflatten(0, chosen_Nk.shape)
@@ -223,7 +233,7 @@ class _LocalExperts(NamedTuple):
         return summed.to_local()
 
     def _with_summed_gradient(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that is the same on all ranks, with its gradient summed over them."""
+        """Return a tensor that all ranks have alike, with its gradient summed over the ranks."""
         placed = DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
         return placed.to_local(grad_placements=[Partial()])
 
@@ -231,7 +241,7 @@ class _LocalExperts(NamedTuple):
 def _with_replaced_holders(
     forward: Callable[..., Any], holders: Iterable[nn.Module], change: Callable[[Any], Tensor]
 ) -> Callable[..., Any]:
-    """Return `forward_with_replaced_weights` of several modules at once."""
+    """Return a forward that replaces the weights of several modules while it runs `forward`."""
     for holder in holders:
         forward = forward_with_replaced_weights(holder, forward, change)
     return forward
@@ -242,8 +252,9 @@ def forward_with_replaced_weights(
 ) -> Callable[..., Any]:
     """Return a forward that replaces the module's weights while it runs `forward`.
 
-    `change(weight)` returns what replaces a weight of the module itself. It is called in each
-    forward, because FSDP2 puts other weights into the module while a forward runs.
+    `change(weight)` returns the replacement of a weight that the module itself has, not its
+    children. It is called in each forward, because FSDP2 puts gathered weights into the module
+    while a forward runs.
     """
 
     def run(*inputs: Any, **options: Any) -> Any:

@@ -120,7 +120,7 @@ class Watch:
         self.looked = now
         if self.board is None or not running:
             return None
-        beating = self._beating(running)
+        beating = self._beating_ranks(running)
         self._open_files(beating)
         for each in beating:
             self._update_pulse(each, spent)
@@ -139,7 +139,7 @@ class Watch:
             return hang
         return None
 
-    def _beating(self, running: Mapping[int, int]) -> list[_Rank]:
+    def _beating_ranks(self, running: Mapping[int, int]) -> list[_Rank]:
         """Return the running ranks that have begun to beat."""
         found = []
         for rank, pid in running.items():
@@ -276,7 +276,7 @@ class Watch:
         found = self._ranks_not_started(beating, running, max(each.limit for each in seen.values()))
         for each in beating:
             offset = offsets[each.place]
-            found.append(self._answered(seen[each.rank], each.place, states[each.rank], offset))
+            found.append(self._add_answer(seen[each.rank], each.place, states[each.rank], offset))
         return found
 
     def _ask(self, beating: list[_Rank], awake: list[_Rank], offsets: Mapping[int, int]) -> None:
@@ -341,7 +341,7 @@ class Watch:
             position=self._int(place, beats.POSITION),
         )
 
-    def _answered(self, seen: Seen, place: int, state: _State, offset: int) -> Seen:
+    def _add_answer(self, seen: Seen, place: int, state: _State, offset: int) -> Seen:
         """Return `seen` with the state of a rank, its new stacks and its answer.
 
         Args:

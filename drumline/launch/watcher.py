@@ -112,7 +112,7 @@ def watch_host(watched: WatchedHost) -> None:
     try:
         # The system gives orphans a new parent, so another parent means that the rank has ended.
         while os.getppid() == watched.parent:
-            running = _running(board, watched.world_size, known)
+            running = _running_ranks(board, watched.world_size, known)
             hang = watch.look(running)
             if hang is not None:
                 _report_and_kill(watched, hang, running)
@@ -122,7 +122,7 @@ def watch_host(watched: WatchedHost) -> None:
         watch.close()
 
 
-def _running(
+def _running_ranks(
     board: heartbeat.Board, world_size: int, known: dict[int, ProcessId]
 ) -> dict[int, int]:
     """Return the process id of each rank that has begun and not ended.

@@ -730,7 +730,7 @@ def flex(
     function: Any = flex_attention
     # While a graph is compiled, this is a part of it.
     if query.is_cuda and not torch.compiler.is_compiling():
-        function = _compiled(flex_attention)
+        function = _compile_once(flex_attention)
     out: Any = function(
         q,
         k,
@@ -781,7 +781,7 @@ def block_mask(documents: Documents) -> Any:
 
 
 @lru_cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the compiled function. Each is compiled once."""
     return torch.compile(function)
 

@@ -407,7 +407,7 @@ def _save_tokenizer_or_processor(plan: Plan, model: ModelConfig, module: Any, fo
         # of a row. So the padding id must not end texts.
         padding_id = tokenizer.pad_token_id
         if padding_id is None or padding_id in end_ids(tokenizer):
-            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(_padding(tokenizer))
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(_padding_id(tokenizer))
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
     tokenizer.save_pretrained(folder)
     if model.chat_template is not None:
@@ -449,7 +449,7 @@ def _add_ends(generation_config: Any, ids: set[int]) -> None:
         generation_config.eos_token_id = [*ends, *more]
 
 
-def _padding(tokenizer: Any) -> int:
+def _padding_id(tokenizer: Any) -> int:
     """Return the id of a special token that begins and ends no text.
 
     Without such a token it is the id that fills rows in training.

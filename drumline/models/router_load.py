@@ -1,10 +1,15 @@
-"""How many tokens each expert of a mixture gets, layer by layer, over the global batch.
+"""Count how many tokens each expert of a mixture gets, layer by layer, over the global batch.
 
-The router's choices are counted on the device where they come to the experts of a layer, so the host
-waits for nothing. Padding is not counted, so the sum over all ranks is the same however a batch is
-cut and spread. No token is ever dropped: an expert computes all tokens that choose it.
+- `watch_router_load` prepares a model: the experts of each layer count the router's choices on
+  the device, so the host waits for nothing.
+- Engines run each forward within `counting`, which adds up the counts of its layers.
+- `train.router_load` sums them over the ranks once a step, reports them and balances the experts.
 
-N tokens that a rank computes of a micro-batch, k experts that take each of them, E experts.
+Padding is not counted, so the sum over all ranks is the same however a batch is cut and spread. No
+token is ever dropped: an expert computes all tokens that choose it.
+
+N tokens that a rank computes of a micro-batch, k experts that are chosen for each, S = N · k
+choices, E experts.
 """
 
 from __future__ import annotations
@@ -21,20 +26,23 @@ from drumline.dist.reduce import to_fp64
 from drumline.models.blocks import GETS_EQUAL_ROWS, expert_modules, find_base_layer
 from drumline.models.sequence import SequencePart
 
-# The attribute of a model under which its `RouterLoad` is found.
+# The attribute of a model that has its `RouterLoad`.
 ATTRIBUTE = "_drumline_router_load"
-# The buffer of a router that is added to its scores for the choice alone, float[E], as transformers
-# calls it (DeepSeek-V3, GLM-4.5).
+# transformers' name of a router's bias, float[E]. This buffer is added to the scores when experts
+# are chosen, and not to the weights of the chosen ones (DeepSeek-V3, GLM-4.5).
 BIAS = "e_score_correction_bias"
 
 
 class LayerCount:
-    """The counts of one layer of experts in the running forward, and what they are made of.
+    """Counts the tokens of each expert of one layer, in the running forward.
 
-    It has no number of its layer: blocks that differ in a number alone would be compiled apart.
+    It does not know the number of its layer: equal blocks that differ in such a number would each
+    be compiled.
 
-    `load`: that of the model. `experts`: how many the layer has. `counts_E`: int64[E], how many
-    tokens each expert got; None before the layer has run.
+    Attributes:
+        load: The `RouterLoad` of the model.
+        experts: How many experts the layer has.
+        counts_E: int64[E], how many tokens each expert got; None before the layer has run.
     """
 
     def __init__(self, load: RouterLoad, experts: int) -> None:
@@ -43,26 +51,28 @@ class LayerCount:
         self.counts_E: Tensor | None = None
 
     def count(self, chosen_Nk: Tensor) -> None:
-        """Count the router's choices.
+        """Count the router's choices, int[N, k], in place of an earlier count.
 
-        Recomputing a checkpointed block comes here again, and does no harm: only what is here when
-        a forward ends is added up.
+        A checkpointed block is computed again in backward and counts again. That does no harm,
+        because the counts are added up when the forward ends.
         """
         weights_N = self.load.weights_N
         if weights_N is None or len(chosen_Nk) != len(weights_N):
             return
         weights_S = weights_N[:, None].expand_as(chosen_Nk).reshape(-1)
-        # Some models have a further number for a choice of no expert.
+        # In some models a larger number stands for the choice of no expert. It gets a last count,
+        # which is cut off.
         chosen_S = chosen_Nk.reshape(-1).long().clamp(max=self.experts)
-        counts = weights_N.new_zeros(self.experts + 1).index_add(0, chosen_S, weights_S)
+        no_counts = weights_N.new_zeros(self.experts + 1)
+        counts = no_counts.index_add(0, chosen_S, weights_S)
         self.counts_E = counts[: self.experts]
 
 
 class CountedExperts:
-    """What a class of experts has besides its own once its tokens are counted.
+    """A class to derive from before a class of experts, so that a call also counts its tokens.
 
-    No hook does it: each hook has another number, by which equal blocks would be compiled apart.
-    `forward` stays that of the class, which strategies that cut experts replace.
+    A hook would not do: each hook has a number of its own, so equal blocks would each be compiled.
+    `forward` stays that of the experts' class, because strategies that cut experts replace it.
 
     `layer_count`: counts the choices.
     """
@@ -72,7 +82,7 @@ class CountedExperts:
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Count the choices, and run the experts.
 
-        `inputs`: those of the class, (hidden states, choices int[N, k], weights).
+        `inputs`: those of the experts' class: hidden states, choices int[N, k], and their weights.
         """
         if len(inputs) > 1 and inputs[1].dtype in (torch.int32, torch.int64):
             self.layer_count.count(inputs[1])
@@ -81,16 +91,18 @@ class CountedExperts:
 
 @lru_cache
 def _counted_class(experts_class: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of counted experts that has all else from `experts_class`."""
+    """Return a subclass of `experts_class` that counts its tokens."""
     return type(experts_class.__name__, (CountedExperts, experts_class), {})
 
 
 class RouterLoad:
-    """Counts the tokens that each expert gets in the forwards of a step, those with gradients.
+    """Counts the tokens that each expert gets in the forwards of a step that have gradients.
 
-    `layers`: name of a module of experts → how many experts it has. `biased`: for each layer the
-    module with the router's BIAS; None for a router without one. `counts`: int64, the counts of all
-    layers end to end, of the forwards on this rank since `begin_step`; None before the first.
+    Attributes:
+        layers: Name of a module of experts → how many experts it has.
+        biased: For each layer the module with the router's BIAS; None for a router without one.
+        counts: int64, the counts of all layers end to end, from the forwards on this rank since
+            `begin_step`; None before the first.
     """
 
     def __init__(self, layers: dict[str, int], biased: Sequence[nn.Module | None] = ()) -> None:
@@ -114,11 +126,13 @@ class RouterLoad:
     def count_forward(
         self, batch: Any, shared: Any = None, sequence: SequencePart | None = None
     ) -> Iterator[None]:
-        """Count the forward of a micro-batch that runs within the context.
+        """Within the context, count the forward of a micro-batch.
 
-        `shared`: the same rows with each prompt once, if the model runs on these; the tokens of a
-        prompt then count as often as rows have it. `sequence`: the part of each row that this rank
-        computes.
+        Args:
+            batch: The micro-batch.
+            shared: The same rows with each prompt once, if the model runs on these. The tokens of a
+                prompt then count as often as rows have it.
+            sequence: The part of each row that this rank computes.
         """
         with torch.no_grad():
             self.weights_N = self._token_weights(batch, shared, sequence)
@@ -146,7 +160,10 @@ class RouterLoad:
         return weights_BT.flatten()
 
     def _add_forward(self, device: torch.device) -> None:
-        """Add the counts of the forward that has ended. Layers of other ranks count nothing."""
+        """Add the counts of the forward that has ended.
+
+        The layers of other pipeline stages do not run on this rank, and add zeros.
+        """
         parts = []
         for layer in self.in_forward:
             counts_E = layer.counts_E
@@ -154,7 +171,8 @@ class RouterLoad:
                 counts_E = torch.zeros(layer.experts, dtype=torch.int64, device=device)
             parts.append(counts_E)
         counts = torch.cat(parts)
-        # `weights_N` stays: a compiled block that is recomputed in backward finds all as it was.
+        # `weights_N` stays, because a compiled block that is recomputed in backward must find the
+        # state that it had in forward.
         if self.counts is None:
             self.counts = counts
         else:
@@ -170,10 +188,14 @@ class RouterLoad:
     def balance(self, counts: Tensor, rate: float, may_update: Tensor) -> None:
         """Move the biases of all routers on this rank by one step towards even loads.
 
-        It is b_e += rate × sign(mean load − load of e), from the loads of the whole global batch
-        (Wang et al. 2024, algorithm 1; DeepSeek-V3, section 2.1.2). `counts`: of all ranks, all
-        layers end to end. `may_update`: bool scalar on the device; False leaves the biases as they
-        are, as the step leaves the weights.
+        b_e += rate × sign(mean load − load of e), with the loads of the whole global batch (Wang et
+        al. 2024, algorithm 1; DeepSeek-V3, section 2.1.2).
+
+        Args:
+            counts: The summed counts of all ranks, all layers end to end.
+            rate: The step.
+            may_update: bool scalar on the device. False leaves the biases as they are, because the
+                step leaves the weights as they are.
         """
         parts = counts.split(list(self.layers.values()))
         for load_E, router in zip(parts, self.biased, strict=True):
@@ -181,7 +203,7 @@ class RouterLoad:
                 continue
             bias_E = router.get_buffer(BIAS)
             if bias_E.is_meta:
-                # It is in a stage of another rank.
+                # Another pipeline stage has it.
                 continue
             direction_E = torch.sign(load_E.mean() - load_E) * may_update.to(load_E.device)
             bias_E.add_(direction_E.to(bias_E), alpha=rate)
@@ -197,7 +219,7 @@ class RouterLoad:
 
 
 def _chunk(weights_BT: Tensor, index: int, parts: int) -> Tensor:
-    """Return part `index` of the tokens, as a DTensor has it that is sharded by them."""
+    """Return part `index` of the tokens, cut as a DTensor cuts a sharded dimension."""
     chunks = weights_BT.chunk(parts, 1)
     if index < len(chunks):
         return chunks[index]
@@ -205,9 +227,10 @@ def _chunk(weights_BT: Tensor, index: int, parts: int) -> Tensor:
 
 
 def watch_router_load(model: Any) -> None:
-    """Let a model's `RouterLoad` count its experts' tokens; nothing for a model without experts.
+    """Give a model a `RouterLoad`, and let its experts count their tokens.
 
-    Call it once all adapters are in place, and before experts are cut over ranks.
+    A model without experts stays as it is, and so does an encoder-decoder model. Call this after
+    all adapters are in place, and before experts are cut over ranks.
     """
     if getattr(model.config, "is_encoder_decoder", False):
         # The tokens of two stacks are not those of the batch's rows.
@@ -215,7 +238,7 @@ def watch_router_load(model: Any) -> None:
     layers: dict[str, int] = {}
     for name in expert_modules(model):
         base = find_base_layer(model.get_submodule(name))
-        # The classes with equal rows for all experts are not told what the router has chosen.
+        # The classes that compute equal rows for all experts do not get the router's choices.
         if type(base).__name__ not in GETS_EQUAL_ROWS:
             layers[name] = base.num_experts
     if not layers:
@@ -229,10 +252,10 @@ def watch_router_load(model: Any) -> None:
 
 
 def biased_routers(model: nn.Module, layers: Iterable[str]) -> list[nn.Module | None]:
-    """Return for each layer of experts the module with the buffer BIAS; None where there is none.
+    """Return for each layer of experts the module with the buffer BIAS; None if there is none.
 
-    It is the router, or a part of it, and lies beside the experts. A bias that is a parameter does
-    not count: it is frozen, and no checkpoint has it.
+    That module is the router or a part of it, and has the same parent as the experts. A bias that
+    is a parameter does not count: it is frozen, and no checkpoint has it.
     """
     modules = dict(model.named_modules())
     holders = [name for name, module in modules.items() if BIAS in module._buffers]
@@ -251,7 +274,7 @@ def has_router_bias(model: nn.Module) -> bool:
 
 
 def router_load_of(model: Any) -> RouterLoad | None:
-    """Return what counts the tokens of a model's experts; None if nothing does."""
+    """Return the `RouterLoad` of a model; None if it has none."""
     load: RouterLoad | None = getattr(model, ATTRIBUTE, None)
     return load
 
@@ -259,9 +282,10 @@ def router_load_of(model: Any) -> RouterLoad | None:
 def counting(
     model: Any, batch: Any, shared: Any = None, sequence: SequencePart | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Return the context that a forward runs in, so that its experts' tokens are counted.
+    """Return the context in which to run a forward, so that its experts' tokens are counted.
 
-    Forwards without gradients are not counted: evaluations are no part of a step.
+    Forwards without gradients are not counted, because evaluations are no part of a step. The
+    arguments are those of `RouterLoad.count_forward`.
     """
     load = router_load_of(model)
     counts = load is not None and torch.is_grad_enabled() and hasattr(batch, "lengths_B")
@@ -273,8 +297,12 @@ def counting(
 def note_tensor_parallelism(model: Any, index: int, ranks: int, cuts_tokens: bool) -> None:
     """Tell a model's `RouterLoad` which tokens the experts of this tensor-parallel rank see.
 
-    `index`: of this rank among `ranks`. `cuts_tokens`: whether each of them sees a part of the
-    tokens (sequence parallelism). Otherwise all see the same ones, and the first counts them.
+    Args:
+        model: The model; without a `RouterLoad` nothing is done.
+        index: The number of this rank among the tensor-parallel ranks.
+        ranks: How many these are.
+        cuts_tokens: Whether each of them sees a part of the tokens (sequence parallelism).
+            Otherwise all see the same tokens, and only the first rank counts them.
     """
     load = router_load_of(model)
     if load is None:
@@ -288,10 +316,13 @@ def note_tensor_parallelism(model: Any, index: int, ranks: int, cuts_tokens: boo
 def load_metrics(by_layer: dict[str, list[int]]) -> dict[str, Any]:
     """Return the metrics of the experts' load in a step; {} if nothing was counted.
 
-    `expert_load`: each expert's share of all choices, 1 / E if they are even; left out if the
-    layers have different numbers of experts. `expert_load_max_by_layer`: the tokens of a layer's
-    fullest expert over the mean of the layer's experts; 1 if they are even. `expert_load_max`: of
-    the worst layer.
+    - `expert_load_max_by_layer`: for each layer the tokens of its fullest expert, divided by the
+      mean of the layer's experts; 1 if they are even.
+    - `expert_load_max`: the largest of these ratios.
+    - `expert_load`: each expert's share of all choices, 1 / E if they are even. Left out if the
+      layers have different numbers of experts.
+
+    `by_layer`: name of a layer → the tokens of each of its experts.
     """
     counted = [counts for counts in by_layer.values() if sum(counts)]
     if not counted:

@@ -252,7 +252,7 @@ def _try_classifier(small: Any, ids_BT: torch.Tensor) -> tuple[bool, bool]:
     ones_BT = torch.ones_like(plain_ids_BT)
     logits = small(input_ids=plain_ids_BT, attention_mask=ones_BT).logits
     if _first_sees_last(small, plain_ids_BT):
-        logits_of_padded = small(**_padded(small, plain_ids_BT)).logits
+        logits_of_padded = small(**_pad_inputs(small, plain_ids_BT)).logits
         return True, is_close(logits_of_padded, logits)
     parts = last_token_head(small)
     if parts is None:
@@ -273,7 +273,7 @@ def _try_trunk(small: Any, ids_BT: torch.Tensor) -> tuple[bool, bool]:
         return False, True
     ones_BT = torch.ones_like(plain_ids_BT)
     hidden_BTD = small(input_ids=plain_ids_BT, attention_mask=ones_BT)[0]
-    hidden_of_padded = small(**_padded(small, plain_ids_BT))[0]
+    hidden_of_padded = small(**_pad_inputs(small, plain_ids_BT))[0]
     return True, is_close(hidden_of_padded[:, : plain_ids_BT.shape[1]], hidden_BTD)
 
 
@@ -286,7 +286,7 @@ def _first_sees_last(small: Any, ids_BT: torch.Tensor) -> bool:
     return not is_close(first, first_of_changed)
 
 
-def _padded(small: Any, ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+def _pad_inputs(small: Any, ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the arguments of a small model for tokens with padding behind them, and a mask."""
     padding_id = small.config.get_text_config().pad_token_id or 0
     pad = torch.nn.functional.pad

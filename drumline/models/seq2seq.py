@@ -1,4 +1,4 @@
-"""Models with an encoder and a decoder: their parts, trials and sizes.
+"""Models with an encoder and a decoder: split off their head, try them out, and count their sizes.
 
 Names of tensors end in the letters of their dimensions: B rows, S tokens of the encoder, T tokens
 of the decoder, D width, V vocabulary.
@@ -22,14 +22,15 @@ from drumline.models.router import trains_router
 from drumline.models.small import is_close, try_small
 from drumline.plan.facts import ModelFacts
 
-# Why ranks cannot cut such a model.
+# The reason in refusals of strategies that cut a model over ranks.
 UNCUT = "it has an encoder and a decoder"
 
 
 class Headless:
     """Runs a model without its head, and returns the head's input as `last_hidden_state`.
 
-    T5 scales this input in the forward of the whole model, so its stacks alone are not enough.
+    Calling the stacks of the model would not do: T5 scales the head's input in the forward of the
+    whole model.
     """
 
     def __init__(self, model: nn.Module, head: nn.Module) -> None:
@@ -49,7 +50,10 @@ class Headless:
 
 
 def seq2seq_parts(model: Any) -> tuple[Callable[..., Any], nn.Linear] | None:
-    """Return what computes the head's input, and the head; None if the head is no linear layer."""
+    """Return a callable that computes the head's input, and the head.
+
+    None if the head is no linear layer, or no direct child of a model that has no trunk.
+    """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return None
@@ -62,9 +66,9 @@ def seq2seq_parts(model: Any) -> tuple[Callable[..., Any], nn.Linear] | None:
 
 
 def head_bias(model: Any, head: nn.Linear) -> torch.Tensor | None:
-    """Return the bias of the logits, [V]: that of the head, or the one that BART keeps beside it.
+    """Return the bias of the logits, [V]; None if there is none. The model may be of any kind.
 
-    None if there is neither. The model may be of any kind.
+    BART keeps it as a buffer of the model, all others as the bias of the head.
     """
     beside_1V = getattr(model, "final_logits_bias", None)
     if beside_1V is None:
@@ -74,7 +78,7 @@ def head_bias(model: Any, head: nn.Linear) -> torch.Tensor | None:
 
 
 def seq2seq_inputs(ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the arguments of a model for a trial: the same tokens on both sides, without padding."""
+    """Return the arguments of a model for a trial: both stacks read the same tokens, no padding."""
     return {
         "input_ids": ids_BT,
         "attention_mask": torch.ones_like(ids_BT),
@@ -83,15 +87,16 @@ def seq2seq_inputs(ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def is_head_of_seq2seq(small: Any, ids_BT: torch.Tensor) -> bool:
-    """Return whether the logits of a small model are its head over its trunk.
+    """Return whether the logits of a small model are its head applied to its trunk's output.
 
-    `ids_BT`: the tokens of both sides.
+    `ids_BT`: the tokens that both stacks read.
     """
     parts = seq2seq_parts(small)
     if parts is None:
         return False
     trunk, head = parts
-    # Soft-capping hardly changes the small logits of a fresh model: this makes them large.
+    # Soft-capping would go unnoticed, because it hardly changes the small logits of a fresh model.
+    # So make them large.
     head.weight.mul_(50)
     beside_1V = getattr(small, "final_logits_bias", None)
     if beside_1V is not None:
@@ -105,11 +110,14 @@ def is_head_of_seq2seq(small: Any, ids_BT: torch.Tensor) -> bool:
 
 
 def require_seq2seq(model: Any, device: str) -> None:
-    """Raise ModelError for an encoder-decoder model whose losses would not be what they should.
+    """Check by trials with eight tokens on `device` that an encoder-decoder model can be trained.
 
-    Trials with eight tokens on `device` find that out. The decoder must not see later tokens, and
-    padding of the encoder must not change the logits. The class must begin the decoder with
-    `decoder_start_token_id` and shift the targets behind it, as our batches do.
+    The decoder must not see later tokens, and padding of the encoder must not change the logits.
+    The class must begin the decoder with `decoder_start_token_id` and shift the targets behind it,
+    as our batches do.
+
+    Raises:
+        ModelError: A trial failed, or the model has a router loss.
     """
     if trains_router(model):
         raise ModelError(
@@ -119,8 +127,8 @@ def require_seq2seq(model: Any, device: str) -> None:
         )
 
     def trial(small: Any, ids_BT: torch.Tensor) -> str:
-        """Return what the model does otherwise; empty if nothing."""
-        # Other tokens than the padding token, which T5Gemma leaves out of its decoder's attention.
+        """Return what is wrong with the model; empty if nothing is."""
+        # No token may be the padding token, which T5Gemma leaves out of its decoder's attention.
         vocab_size = small.config.get_text_config().vocab_size
         ids_BT = (ids_BT + 8) % vocab_size
         inputs = seq2seq_inputs(ids_BT)
@@ -151,10 +159,10 @@ def require_seq2seq(model: Any, device: str) -> None:
 
 
 def _shifts_targets(small: Any, ids_BT: torch.Tensor) -> bool:
-    """Return whether the class makes the decoder's tokens of targets as our batches have them."""
+    """Return whether the class derives the decoder's input from targets as our batches do."""
     prepare = getattr(small, "prepare_decoder_input_ids_from_labels", None)
     if prepare is None:
-        # transformers shifts the targets of these classes by one function for all.
+        # transformers shifts the targets of all these classes by one function, which does.
         return True
     start = decoder_start(small.config)
     start_B1 = torch.full_like(ids_BT[:, :1], start or 0)
@@ -163,11 +171,16 @@ def _shifts_targets(small: Any, ids_BT: torch.Tensor) -> bool:
 
 
 def of_both_stacks(model: Any, facts: ModelFacts, length: int) -> ModelFacts:
-    """Return the facts of an encoder-decoder model, from those of a decoder of all its weights.
+    """Return the facts of an encoder-decoder model.
 
     A sample has two rows of `length` tokens, one for each stack, so a token passes half of the
-    blocks and half of the weights. In a decoder's block it attends twice: to its row, and to that
-    of the encoder.
+    blocks and half of the weights. In a decoder's block it attends twice: to its own row, and to
+    the encoder's.
+
+    Args:
+        model: The model, of which the blocks of each stack are counted.
+        facts: What was counted as if all its weights were those of one decoder.
+        length: Tokens of a row.
     """
     encoder = len(blocks(model.get_encoder()))
     decoder = len(blocks(model.get_decoder()))

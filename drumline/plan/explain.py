@@ -110,7 +110,7 @@ def explain(plan: Plan) -> str:
         rows += [("mixture", line.removeprefix("data.train: ")) for line in plan.data.mixture]
     if plan.deepspeed:
         rows.append(("DeepSpeed", json.dumps(plan.deepspeed)))
-    rows += _predicted(plan)
+    rows += _prediction_rows(plan)
     rows += [("because", line) for line in plan.why]
     return "\n".join(f"{name:<14} {value}" for name, value in rows)
 
@@ -158,7 +158,7 @@ def describe_data(plan: Plan) -> str:
     return line
 
 
-def _predicted(plan: Plan) -> list[tuple[str, str]]:
+def _prediction_rows(plan: Plan) -> list[tuple[str, str]]:
     """Return the rows about predictions: weights without adapter, memory and FLOPs."""
     predicted = plan.predicted
     rows = [("adapter", line) for line in predicted.unadapted]

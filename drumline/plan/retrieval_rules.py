@@ -1,4 +1,4 @@
-"""The rules of models that search: of embeddings, and of rerankers. No torch here."""
+"""Rules for embeddings and rerankers: what they cannot be combined with. No torch here."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from drumline.plan.rule import Case
 
 
 def refusals(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of embeddings and of rerankers; none for other algorithms."""
+    """Yield the refusals for a case with embeddings or a reranker; none for other algorithms."""
     if case.config.head == "embedding":
-        yield from _embeddings(case)
+        yield from _embedding_refusals(case)
     elif case.config.algorithm.kind == "rerank":
-        yield from _rerankers(case)
+        yield from _reranker_refusals(case)
 
 
-def _rerankers(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of models that read a query and a text in one row."""
+def _reranker_refusals(case: Case) -> Iterator[Refusal]:
+    """Yield the refusals for models that read a query and a text in one row."""
     for dimension, ranks in (("pp", case.mesh.pp), ("cp", case.mesh.cp)):
         if ranks > 1:
             yield Refusal(
                 f"{dimension} × rerank",
-                "a model also gets which tokens are the query's, and parts of models and of rows get ids and positions alone",
+                "a reranker also gets which tokens are the query's, but a part of a model or of a row gets only ids and positions",
                 "use strategy=ddp, fsdp2 or tp",
             )
 
 
-def _embeddings(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of embeddings, whose loss compares texts of all ranks."""
+def _embedding_refusals(case: Case) -> Iterator[Refusal]:
+    """Yield the refusals for embeddings, whose loss compares the texts of all ranks."""
     config = case.config
     if case.mesh.pp > 1:
         yield Refusal(
             "pp × embeddings",
-            "the last stage computes a head from the last block's output, and an encoder has none",
+            "the last stage computes a head from the last block's output, and an encoder has no head",
             "use strategy=fsdp2 or ddp",
         )
     if case.strategy.exchange is not None:
@@ -61,7 +61,7 @@ def _embeddings(case: Case) -> Iterator[Refusal]:
     if case.facts is not None and largest >= case.facts.hidden:
         yield Refusal(
             "matryoshka × the width of the model",
-            f"its embeddings have {case.facts.hidden} numbers, and the loss of all of them is counted anyway",
+            f"its embeddings have {case.facts.hidden} numbers, and the loss with all of them is always computed",
             "name smaller sizes",
             "algorithm.matryoshka",
         )

@@ -20,7 +20,7 @@ from typing import Any
 from drumline.config.config import LoRAConfig
 from drumline.plan.facts import ModelFacts, Weight, has_ending
 
-# More layers than any model has. `_resized` makes a tuple with an entry for each layer.
+# More layers than any model has. `_resize` makes a tuple with an entry for each layer.
 MOST_LAYERS = 10**4
 # FLOPs of a weight's entry for each token: a multiplication and an addition in forward, twice as
 # many in backward.
@@ -157,7 +157,7 @@ def of_family(
         if known_dimensions is None:
             continue
         if _other_keys(config) == other_keys:
-            return _resized(facts, known_dimensions, dimensions, length)
+            return _resize(facts, known_dimensions, dimensions, length)
     return None
 
 
@@ -292,7 +292,7 @@ def _shape(weight: Weight, sizes: Dimensions) -> tuple[int, ...]:
     return tuple(sizes.get(dimension, 0) for dimension in dimensions)
 
 
-def _resized(facts: ModelFacts, old: Dimensions, new: Dimensions, length: int) -> ModelFacts | None:
+def _resize(facts: ModelFacts, old: Dimensions, new: Dimensions, length: int) -> ModelFacts | None:
     """Return known sizes with the dimensions `new` in place of `old`.
 
     None if the shapes of the known weights do not follow from `old`: then the family has something
@@ -384,7 +384,7 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
     # Equal blocks are adapted once: a model of 126 layers has one kind of block.
     adapted_kinds: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
     for block, _ in facts.kinds_of_blocks:
-        adapted_kinds[block] = tuple(_adapted(block, adapter))
+        adapted_kinds[block] = tuple(_adapt_weights(block, adapter))
     targets = adapter.targets
     if isinstance(targets, list) and not _are_targets_in_blocks(
         targets, targeted, facts.end_weights
@@ -494,7 +494,7 @@ def _layer_name(weight: Weight) -> str:
     return weight.name.rpartition(".")[0]
 
 
-def _adapted(block: tuple[Weight, ...], adapter: LoRAConfig) -> Iterator[Weight]:
+def _adapt_weights(block: tuple[Weight, ...], adapter: LoRAConfig) -> Iterator[Weight]:
     """Yield a block's weights, frozen, with two factors for each adapted layer or tensor of experts.
 
     Names, order and owners are those of PEFT's modules, which `models.load.facts` would count.

@@ -161,13 +161,13 @@ def as_text(device: str) -> str:
         for option, row in table.items():
             if not row[kind].reason:
                 supported.append(option)
-        lines.append(_beside(kind, _listed(supported), left))
+        lines.append(_beside(kind, _join_options(supported), left))
     unsupported = []
     for option, row in table.items():
         if all(cell.reason for cell in row.values()):
             unsupported.append(option)
     if unsupported:
-        lines.append(_beside("none of them", _listed(unsupported), left))
+        lines.append(_beside("none of them", _join_options(unsupported), left))
     lines.append("")
     lines.append("`drumline strategies NAME` says why it lacks an option, and what to use instead.")
     for group in GROUPS:
@@ -200,7 +200,7 @@ def as_text_of(kind: str, device: str) -> str:
         heading = f"{kind} on GPUs"
     else:
         heading = f"{kind} on a CPU"
-    lines = [heading, "", _beside("goes with", _listed(supported), left)]
+    lines = [heading, "", _beside("goes with", _join_options(supported), left)]
     for option, cell in column.items():
         if cell.reason:
             lines.append("")
@@ -209,7 +209,7 @@ def as_text_of(kind: str, device: str) -> str:
     return "\n".join(lines)
 
 
-def _listed(options: list[str]) -> str:
+def _join_options(options: list[str]) -> str:
     """Return options with commas between them. No option is broken at the end of a line."""
     return ", ".join(option.replace(" ", NO_BREAK) for option in options)
 

@@ -98,7 +98,7 @@ def sizes_of(
     `length`: tokens of a row; for images the length of their side. Raises ModelError.
     """
     if head == "lm" and not frozen:
-        derived = _derived(found, length)
+        derived = _derive(found, length)
         if derived is not None and isinstance(adapter, LoRAConfig):
             derived = with_lora(derived, adapter)
         if derived is not None:
@@ -168,7 +168,7 @@ class _Known(NamedTuple):
     body: str
 
 
-def _derived(found: FoundModel, length: int) -> ModelFacts | None:
+def _derive(found: FoundModel, length: int) -> ModelFacts | None:
     """Return the sizes of a known shape, or of a model that differs from one only in its sizes.
 
     None for other models, and if another version of transformers has counted the known shapes.

@@ -55,7 +55,7 @@ def report(folders: list[Path], out: Path | None) -> Path:
         )
     _write(path, page(runs))
     png = path.with_suffix(".png")
-    with _writing(png):
+    with _translate_disk_errors(png):
         is_drawn = draw(runs, png)
     for run in runs:
         notes(f"{run.name}: {problem}" for problem in run.problems)
@@ -92,11 +92,11 @@ def at_end(plan: Plan) -> Path | None:
 
 def _write(path: Path, text: str) -> None:
     """Write a text to a file that others may read. Raises EnvironmentFault if that fails."""
-    with _writing(path), whole_file(path, shared=True) as file:
+    with _translate_disk_errors(path), whole_file(path, shared=True) as file:
         file.write(text.encode(errors="replace"))
 
 
-def _writing(path: Path) -> AbstractContextManager[None]:
+def _translate_disk_errors(path: Path) -> AbstractContextManager[None]:
     """Turn errors of the disk into an EnvironmentFault that names the file."""
     return disk_errors(
         "cannot be written", str(path), EnvironmentFault, "name another place with --out"

@@ -100,7 +100,7 @@ class LiveBytes(TorchDispatchMode):
                 """Resize a storage and count it. FSDP2 frees gathered weights this way."""
                 out = resize(storage, size)
                 if id(storage) in self._references:
-                    self._resized(id(storage), storage.nbytes())
+                    self._note_size(id(storage), storage.nbytes())
                     self._note()
                 return out
 
@@ -164,14 +164,14 @@ class LiveBytes(TorchDispatchMode):
                 storage = part.untyped_storage()
                 key = id(storage)
                 if key not in self._references:
-                    self._references[key] = weakref.ref(storage, partial(self._freed, key))
+                    self._references[key] = weakref.ref(storage, partial(self._forget, key))
                     if is_argument:
                         self._preexisting[key] = 0
                 # An int: torch caches the sizes of fakes across modes, and a compiled function may
                 # have made a symbol of one.
-                self._resized(key, int(storage.nbytes()))
+                self._note_size(key, int(storage.nbytes()))
 
-    def _resized(self, key: int, bytes_: int) -> None:
+    def _note_size(self, key: int, bytes_: int) -> None:
         """Note the size of a storage."""
         if key in self._preexisting:
             self._preexisting[key] = bytes_
@@ -179,7 +179,7 @@ class LiveBytes(TorchDispatchMode):
             self.current += bytes_ - self._sizes.get(key, 0)
             self._sizes[key] = bytes_
 
-    def _freed(self, key: int, _: Any) -> None:
+    def _forget(self, key: int, _: Any) -> None:
         """Forget a storage that was freed."""
         del self._references[key]
         if self._preexisting.pop(key, None) is None:

@@ -404,7 +404,7 @@ def _tensorboard(run: Run) -> Tracker:
     if about:
         # TensorBoard has no names and tags of runs, so they are a text of it.
         text = json.dumps(about, indent=2, ensure_ascii=False)
-        writer.add_text("run", _indented(text))
+        writer.add_text("run", _indent(text))
 
     def write(group: str, numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
@@ -414,7 +414,7 @@ def _tensorboard(run: Run) -> Tracker:
     def show(samples: list[dict[str, Any]], step: int) -> None:
         for number, sample in enumerate(samples):
             text = f"{sample['prompt']}\n\n{sample['text']}"
-            writer.add_text(f"samples/{number}", _indented(text), step)
+            writer.add_text(f"samples/{number}", _indent(text), step)
         writer.flush()
 
     def rewind(step: int) -> None:
@@ -426,7 +426,7 @@ def _tensorboard(run: Run) -> Tracker:
     return Tracker(folder, write, lambda: writer.close(), rewind, show)
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     """Return a text as code in Markdown, which TensorBoard shows letter by letter."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 

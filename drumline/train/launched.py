@@ -177,7 +177,7 @@ def _publish_failure(error: BaseException, ranks: RankInfo) -> None:
 
 def _plan_from_rank_0(ranks: RankInfo, stack: ExitStack) -> tuple[Plan, Resume | None]:
     """Wait for rank 0's plan, and tell rank 0 whether this host has the run folder."""
-    answer = _received("plan", ranks)
+    answer = _receive("plan", ranks)
     os.environ.update(answer["secrets"])
     plan = Plan.from_values(answer["plan"])
     resume = Resume.parse(answer["resume"])
@@ -194,7 +194,7 @@ def _plan_from_rank_0(ranks: RankInfo, stack: ExitStack) -> tuple[Plan, Resume |
             except EnvironmentFault as error:
                 reply = error.line()
     publish(reply, f"shared-{ranks.rank}")
-    _received("go", ranks)
+    _receive("go", ranks)
     return plan, resume
 
 
@@ -208,7 +208,7 @@ def _require_fresh(run_dir: Path) -> None:
         )
 
 
-def _received(name: str, ranks: RankInfo) -> dict[str, Any]:
+def _receive(name: str, ranks: RankInfo) -> dict[str, Any]:
     """Return what rank 0 has published. Exits with rank 0's code if it has failed."""
     answer: dict[str, Any] = json.loads(receive(name))
     if "exit_code" in answer:

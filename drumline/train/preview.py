@@ -492,9 +492,9 @@ class View:
     def text(self, pieces: list[Piece]) -> Text:
         """Return tokens as one text, in colours, or with marks on a plain console."""
         if self.lacks_colors:
-            text = _marked(pieces)
+            text = _mark_tokens(pieces)
         else:
-            text = _coloured(pieces)
+            text = _colour_tokens(pieces)
         if text.plain.endswith("\n"):
             # The console ends the line itself.
             text.right_crop()
@@ -511,7 +511,7 @@ class View:
                 self.line(f"sample {number + 1}: {shape_of(samples[number])}")
 
 
-def _marked(pieces: list[Piece]) -> Text:
+def _mark_tokens(pieces: list[Piece]) -> Text:
     """Return tokens as a text with marks.
 
     They surround what is in the loss, what was cut, and special tokens.
@@ -531,7 +531,7 @@ def _marked(pieces: list[Piece]) -> Text:
     return text
 
 
-def _coloured(pieces: list[Piece]) -> Text:
+def _colour_tokens(pieces: list[Piece]) -> Text:
     """Return tokens as a text in which neighbours in the loss differ in their shade."""
     text = Text(overflow="fold")
     for place, piece in enumerate(pieces):

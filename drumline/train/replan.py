@@ -246,7 +246,7 @@ class Replanner:
         old = self.plan
         if ranks == old.mesh.world_size:
             return True
-        plan = self._resized(ranks)
+        plan = self._resize_plan(ranks)
         if plan is None:
             return False
         self.plan = self._as_same_run(plan)
@@ -267,7 +267,7 @@ class Replanner:
         EventLog(Path(old.run_dir) / "events.jsonl").emit(event)
         return True
 
-    def _resized(self, ranks: int) -> Plan | None:
+    def _resize_plan(self, ranks: int) -> Plan | None:
         """Return a plan for so many ranks; None if there is none.
 
         The strategy stays, with the largest micro-batch up to the current one that fits. If none

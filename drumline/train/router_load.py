@@ -1,4 +1,8 @@
-"""The load of a mixture's experts in the steps of a loop: summed, reported and balanced."""
+"""Report and balance the load of a mixture's experts, step by step.
+
+`models.router_load` counts the tokens of each expert on each rank. The loop sums them over the
+ranks with the losses of the step.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,20 @@ from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import ExpertLoad
 from drumline.train.state import PendingStep
 
-# A table of all experts comes at the first logged step, and then once the steps have grown by this
-# factor, so that its events stay few in a long run.
+# A table of all experts is emitted at the first logged step, and again whenever the number of steps
+# has grown by this factor, so that a long run has few of them.
 GROWTH = 1.1
 
 
 class ExpertLoads:
-    """Sums and reports the tokens of each expert in the steps of a run, and balances the experts.
+    """Reports the tokens of each expert in the steps of a run, and balances the experts.
 
-    `load`: what the engine counts; None for a model without experts, for which nothing is done.
-    `device`: of the sums over ranks. `last_step`: the number of the run's last step; None if it is
-    not known. `bias_rate`: model.router_bias_rate.
+    Attributes:
+        load: What the engine counts; None for a model without experts, for which nothing is done.
+        device: The device of the sums over ranks.
+        emit: Gets the event with the table of all experts.
+        last_step: The number of the run's last step; None if it is not known.
+        bias_rate: model.router_bias_rate; 0 leaves the routers' biases alone.
     """
 
     def __init__(
@@ -41,14 +48,14 @@ class ExpertLoads:
         self.next_table_at = 0.0
 
     def begin_step(self) -> None:
-        """Start to count the tokens of a step."""
+        """Forget the counts of the step before."""
         if self.load is not None:
             self.load.begin_step()
 
     def counts(self, is_logged: bool) -> torch.Tensor | None:
         """Return this rank's counts of the step, to be summed over the ranks with its losses.
 
-        None if nobody reads them. The host does not wait for them.
+        None if neither a log nor the balancing needs them. The host does not wait for them.
         """
         is_read = is_logged or self.bias_rate > 0
         if self.load is None or not is_read:

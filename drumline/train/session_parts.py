@@ -230,7 +230,7 @@ class SessionEngines:
         tensors: dict[str, torch.Tensor] = {}
         for name, engine in self.engines.items():
             for key, tensor in engine.tensors().items():
-                tensors[_qualified(name, key)] = tensor
+                tensors[_qualify(name, key)] = tensor
         return tensors
 
     def state(self) -> dict[str, Any]:
@@ -251,7 +251,7 @@ class SessionEngines:
         for name, engine in self.engines.items():
             saved = state if name == MAIN else state["models"][name]
             own_state = {**saved, "step": state["step"]}
-            prefix = _qualified(name, "")
+            prefix = _qualify(name, "")
             own_tensors = {}
             for key, tensor in tensors.items():
                 if key.startswith(prefix):
@@ -289,7 +289,7 @@ def unfrozen_weights(path: Path | None, names: Iterable[str]) -> dict[str, froze
     return {name: frozenset(states.get(name, {}).get("unfrozen", ())) for name in names}
 
 
-def _qualified(name: str, key: str) -> str:
+def _qualify(name: str, key: str) -> str:
     """Return the key of a model's tensor in a checkpoint."""
     return f"{name}/{key}" if name else key
 
@@ -335,11 +335,11 @@ def check_optimizers(pairs: Mapping[str, Any]) -> dict[str, Pair]:
                 where="session.prepare",
                 fix="give a function: lambda model: torch.optim.AdamW(model.parameters())",
             )
-        checked[name] = (build, _checking(make_optimizer))
+        checked[name] = (build, _with_check(make_optimizer))
     return checked
 
 
-def _checking(make_optimizer: Callable[[Any], Any]) -> MakeOptimizer:
+def _with_check(make_optimizer: Callable[[Any], Any]) -> MakeOptimizer:
     """Return `make_optimizer` with a check of what it returns."""
 
     def make_checked(model: nn.Module) -> torch.optim.Optimizer:

@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").r
 HOUSE = [ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]
 TABLE = ROOT / "CONTRIBUTING.md"
 PARTS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
-CODE = re.compile(r"```.*?```|`[^`\n]*`|^    .*$", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"```.*?```|`[^`\n]*`|^    [^\n]*$", re.DOTALL | re.MULTILINE)
 
 
 def banned_words(place: str) -> list[tuple[str, str]]:

@@ -1,7 +1,10 @@
 """InfoNCE over a global batch, with its gradient with respect to every embedding.
 
+`embed.objective` calls it with the embeddings of all ranks.
+
 N samples of R texts with D numbers each: the query, its positive, and R − 2 negatives.
 M = N · (R − 1) documents: the positives and negatives of all samples, sample by sample.
+Q queries of a chunk.
 """
 
 from __future__ import annotations
@@ -14,19 +17,20 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-# Similarities that exist at once.
+# The most similarities that exist at once. More queries are compared in chunks.
 MOST_ENTRIES = 2**24
 
 
 class Contrast(NamedTuple):
-    """What the texts of a global batch give.
+    """The result of comparing each query with all documents.
 
     Attributes:
         loss_N: fp32, −log of the share of the positive in Σ exp(similarity / temperature), summed
             over all sizes.
-        correct_N: bool, whether no other document is as similar to the query as its positive.
-        similarity_N: fp32, of the query and its positive.
-        gradient_NRD: fp32, of Σ loss_N; None if it was not asked for.
+        correct_N: bool, whether the positive is more similar to the query than every negative.
+        similarity_N: fp32, the similarity of the query and its positive.
+        gradient_NRD: fp32, the gradient of Σ loss_N with respect to the embeddings; None if it was
+            not asked for.
     """
 
     loss_N: torch.Tensor
@@ -37,15 +41,16 @@ class Contrast(NamedTuple):
 
 @dataclass(frozen=True)
 class InfoNCE:
-    """InfoNCE (van den Oord et al. 2018) with the negatives of all samples.
+    """InfoNCE (van den Oord et al. 2018) with the texts of all samples as negatives.
 
-    A document is no negative of a query if any sample has both texts as its query and its positive,
-    or if it is the query's own text.
+    Two kinds of documents are no negatives of a query: those that answer it in any sample, and
+    those with the query's own text.
 
     Attributes:
-        temperature: similarities are divided by it.
-        normalize: similarity is the cosine, otherwise the dot product.
-        sizes: the loss is also computed of the first so many numbers of each embedding.
+        temperature: divides each similarity.
+        normalize: whether similarity is the cosine; otherwise it is the dot product.
+        sizes: for each size the loss is also computed from the first `size` numbers of each
+            embedding, and added (Matryoshka, Kusupati et al. 2022).
     """
 
     temperature: float
@@ -59,7 +64,8 @@ class InfoNCE:
 
         Args:
             embeddings_NRD: fp32, before they are normalised.
-            ids_NR: a number of each text, below 0 for a text that a sample lacks.
+            ids_NR: a number for each text, equal for equal texts; below 0 for a text that a sample
+                lacks.
             with_gradient: whether the gradient is computed.
         """
         full = self._compare_at_size(embeddings_NRD, ids_NR, with_gradient)
@@ -82,7 +88,8 @@ class InfoNCE:
             compared_NRD = raw_NRD
             if self.normalize:
                 compared_NRD = functional.normalize(raw_NRD, dim=-1)
-            # Chunks of queries add up the gradient here, so the norm is differentiated once.
+            # The chunks of queries add up their gradients in this leaf. So the normalisation is
+            # differentiated once, after the last chunk.
             leaf_NRD = compared_NRD.detach().requires_grad_(with_gradient)
             chunks = []
             for queries in self._chunks(ids_NR):
@@ -100,7 +107,7 @@ class InfoNCE:
         )
 
     def _chunks(self, ids_NR: torch.Tensor) -> list[slice]:
-        """Return slices of the queries, so that MOST_ENTRIES similarities exist at once."""
+        """Return slices of the queries, each with at most MOST_ENTRIES similarities."""
         samples, texts = ids_NR.shape
         documents = max(1, samples * (texts - 1))
         size = max(1, MOST_ENTRIES // documents)
@@ -112,7 +119,7 @@ class InfoNCE:
         """Return the contrast of some queries with all documents, without a gradient."""
         documents_MD = compared_NRD[:, 1:].flatten(0, 1)
         similarity_QM = compared_NRD[queries, 0] @ documents_MD.T
-        excluded_QM = _is_no_negative(ids_NR, queries)
+        excluded_QM = _mask_excluded(ids_NR, queries)
         per_sample = ids_NR.shape[1] - 1
         samples_N = torch.arange(len(ids_NR), device=ids_NR.device)
         positive_Q = samples_N[queries] * per_sample
@@ -120,8 +127,9 @@ class InfoNCE:
         excluded_QM.scatter_(1, positive_Q1, False)
         logits_QM = (similarity_QM / self.temperature).masked_fill(excluded_QM, -torch.inf)
         loss_Q = functional.cross_entropy(logits_QM, positive_Q, reduction="none")
-        # The positive is one of them.
-        as_similar_Q = (logits_QM >= logits_QM.gather(1, positive_Q1)).sum(1)
+        positive_logits_Q1 = logits_QM.gather(1, positive_Q1)
+        as_similar_Q = (logits_QM >= positive_logits_Q1).sum(1)
+        # The positive itself is always counted.
         correct_Q = as_similar_Q == 1
         similarity_Q = similarity_QM.gather(1, positive_Q1).squeeze(1)
         return Contrast(loss_Q, correct_Q, similarity_Q, None)
@@ -129,10 +137,10 @@ class InfoNCE:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Compute fp32 matrix products within the context in fp32, whatever `precision.tf32` says.
+    """Within the context, compute fp32 matrix products in fp32, whatever `precision.tf32` says.
 
-    TF32 keeps 10 bits, and a similarity is divided by a temperature: at 0.02 its rounding can
-    change a logit by 0.02.
+    TF32 keeps 10 bits. Similarities are divided by the temperature, which enlarges the rounding
+    error: at a temperature of 0.02 a logit can change by 0.02.
     """
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -142,18 +150,19 @@ def exact_products() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _is_no_negative(ids_NR: torch.Tensor, queries: slice) -> torch.Tensor:
-    """Return bool[Q, M]: whether each document is missing, or answers each of some queries.
+def _mask_excluded(ids_NR: torch.Tensor, queries: slice) -> torch.Tensor:
+    """Return bool[Q, M]: whether a document is no negative of a query.
 
-    A text answers a query if some sample has both as its query and its positive, wherever else the
-    text stands. The query's own text is no negative either.
+    It is none if the sample lacks it, if it answers the query, or if it has the query's own text. A
+    text answers a query if some sample has the two as its query and its positive; then all copies
+    of this text are excluded, in whatever sample they are.
     """
     document_ids_M = ids_NR[:, 1:].flatten().contiguous()
     query_ids_N = ids_NR[:, 0].contiguous()
     positive_ids_N = ids_NR[:, 1].contiguous()
     query_ids_Q1 = query_ids_N[queries, None]
-    # Each text by the place of its first copy among all documents in order: so the host does not
-    # wait for the device, as it would for the number of distinct texts.
+    # Equal texts get equal numbers below M: the place of the first copy in the sorted ids. Numbers
+    # of distinct texts would need their count, for which the host would wait for the device.
     sorted_ids_M = document_ids_M.sort().values
     texts_M = torch.searchsorted(sorted_ids_M, document_ids_M)
     answers_N = torch.searchsorted(sorted_ids_M, positive_ids_N)

@@ -1,4 +1,4 @@
-"""The files beside a model from which sentence-transformers knows how to embed texts by it.
+"""The files of an export that tell sentence-transformers how to embed texts with the model.
 
 Their names and keys are those that every version of sentence-transformers reads.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Module of sentence-transformers by the kind of file that it has.
+# The path of a module of sentence-transformers, such as Pooling.
 MODULE = "sentence_transformers.models.{}"
 
 

@@ -1,12 +1,14 @@
-"""Bi-encoders: texts with similar embeddings answer each other.
+"""Bi-encoders: a query and the texts that answer it get similar embeddings.
 
-The loss of a query is compared with all documents of the global batch, whatever rank or micro-batch
-they are in. So all texts are embedded first, without gradients. From these embeddings follows the
-gradient of the loss with respect to each of them. Then each micro-batch is embedded again, and its
-embeddings get their gradient (GradCache, Gao et al. 2021). The result is that of one large batch.
+A query is compared with all documents of the global batch, whatever rank or micro-batch they are
+in. This takes two passes (GradCache, Gao et al. 2021), with the result of one large batch:
+
+1. `first_pass` embeds all texts without gradients. `combine_first` computes the loss from all
+   embeddings, and its gradient with respect to each of them.
+2. `objective` embeds the texts of a micro-batch again, and passes each embedding its gradient.
 
 P samples of a micro-batch, N of the global batch, R texts of a sample, D numbers of an embedding,
-B = R · P rows.
+K numbers of a sample, B = R · P rows.
 """
 
 from __future__ import annotations
@@ -31,10 +33,7 @@ class Embed(Algorithm):
         self.contrast = InfoNCE(spec.temperature, spec.normalize, spec.matryoshka)
 
     def first_pass(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Return the embeddings of each sample's texts and the numbers of these texts.
-
-        They are fp32[P, R · D] and [P, R], joined.
-        """
+        """Return the embeddings and the ids of each sample's texts, fp64[P, R · D + R]."""
         embeddings_PRD = self._embed(outputs, batch)
         ids_PR = self._by_sample(batch.text_ids_B)
         flat_PK = embeddings_PRD.flatten(1)
@@ -43,11 +42,11 @@ class Embed(Algorithm):
         return torch.cat(parts, 1)
 
     def combine_first(self, numbers_NK: torch.Tensor, trains: bool) -> torch.Tensor:
-        """Return what the losses of the samples read, fp64.
+        """Return the numbers that `objective` and `eval_objective` read of each sample, fp64[N, K].
 
-        In training these are the gradient of each embedding, R · D numbers, and STATISTICS more:
+        In training K is R · D + 3: the gradient of each embedding, and then STATISTICS, which are
         the loss, whether the positive is the most similar document, and its similarity. In an
-        evaluation, for which N is the whole set, they are STATISTICS and RANKED.
+        evaluation K is 3 + 4: STATISTICS, and then RANKED. N is the whole held-out set there.
         """
         flat_NK = numbers_NK[:, : -self.texts].float()
         embeddings_NRD = flat_NK.unflatten(1, (self.texts, -1))
@@ -58,7 +57,7 @@ class Embed(Algorithm):
     def _compare(
         self, embeddings_NRD: torch.Tensor, ids_NR: torch.Tensor, trains: bool
     ) -> torch.Tensor:
-        """Return the numbers of `combine_first` for embeddings, fp32, and numbers of their texts."""
+        """Do the work of `combine_first`, from embeddings in fp32 and the ids of their texts."""
         result = self.contrast.compare(embeddings_NRD, ids_NR, with_gradient=trains)
         statistics = [result.loss_N, result.correct_N, result.similarity_N]
         columns = [numbers_N.double() for numbers_N in statistics]
@@ -80,11 +79,11 @@ class Embed(Algorithm):
         carrier = (embeddings_PRD * gradient_PRD).sum()
         statistics_P3 = numbers_PK[:, -STATISTICS:]
         loss_sum, sums = _statistics(statistics_P3, batch)
-        # The carrier has the gradient, and is taken off the value.
-        value = carrier.detach()
-        slope = carrier - value
-        with_gradient = loss_sum + slope
-        return LossOut(with_gradient.float(), sums)
+        # `carrier` has the right gradient and a meaningless value. Minus its own value it is 0, so
+        # that the sum has the value of the loss and the gradient of the carrier.
+        zero_with_gradient = carrier - carrier.detach()
+        loss = loss_sum + zero_with_gradient
+        return LossOut(loss.float(), sums)
 
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
         """Return the loss against all documents of the set, with the sums of the ranking."""
@@ -97,9 +96,10 @@ class Embed(Algorithm):
         return LossOut(loss_sum.float(), sums)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the loss, and how well the queries of the set find the documents that answer them.
+        """Return the means of a held-out set.
 
-        Recall and nDCG are means over the distinct queries.
+        Loss, accuracy and similarity are means over its samples, recall and nDCG over its distinct
+        queries.
         """
         metrics = {"loss": sums["loss"] / max(1.0, sums["samples"]), **self.step_metrics(sums)}
         count, *names = RANKED
@@ -145,9 +145,12 @@ def pooling_weights(kind: str, lengths_B: torch.Tensor, width: int) -> torch.Ten
 
 
 def _numbers_of_samples(batch: Any) -> torch.Tensor:
-    """Return what `Embed.combine_first` gave each sample of a batch, [P, K]; 0 for fillers."""
+    """Return the numbers of `Embed.combine_first` for each sample of a batch, [P, K].
+
+    Fillers, which pad a batch to its number of samples, get zeros.
+    """
     numbers_PK = batch.first.numbers_NK[batch.places_P]
-    # Fillers have the place -1, which is another sample's.
+    # Fillers have the place −1, by which they were given the numbers of the last sample.
     return numbers_PK.masked_fill(batch.real_P[:, None] == 0, 0)
 
 

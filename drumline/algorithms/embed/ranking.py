@@ -1,8 +1,12 @@
 """Recall and nDCG of a held-out set, each query against the documents of the whole set.
 
-N samples of R texts with D numbers each. Q distinct queries, U distinct documents: equal texts count
-once. A document answers a query if some sample has them as its query and its positive. A query is
-not looked for among the documents: its own text is no document for it, unless it is an answer.
+Equal texts count once, as one query or one document. A document answers a query if some sample has
+the two as its query and its positive. A query's own text is left out of its ranking, unless it is
+an answer.
+
+N samples of R texts with D numbers each: the query, its positive, and R − 2 negatives.
+M = N · (R − 1) texts of documents. Q distinct queries, q of them at a time. U distinct documents.
+K ranks of each query.
 """
 
 from __future__ import annotations
@@ -19,42 +23,53 @@ Numbers = npt.NDArray[np.int64]
 # k of recall@k, and of nDCG@k.
 RECALL_AT = (1, 10)
 NDCG_AT = 10
-# Documents of each query that are looked at, if there are so many.
+# Ranks of each query that are computed, if there are so many documents.
 MOST_RANKS = max(*RECALL_AT, NDCG_AT)
 # Names of the columns of `rank_documents`.
 RANKED = ("queries", "recall@1", "recall@10", "ndcg@10")
 
 
 class _Pairs(NamedTuple):
-    """Pairs of a query and a document, each as a number, sorted by the query."""
+    """Pairs of a query and a document.
+
+    Attributes:
+        queries: the number of each pair's query among the distinct queries, in ascending order.
+        documents: the number of each pair's document among the distinct documents.
+    """
 
     queries: Numbers
     documents: Numbers
 
-    def mark(self, similarity_qU: torch.Tensor, start: int) -> torch.Tensor:
-        """Return bool[q, U]: which of these are pairs. `start`: the number of the first query."""
-        stop = start + len(similarity_qU)
-        first, end = np.searchsorted(self.queries, (start, stop))
+    def mask(self, similarity_qU: torch.Tensor, first_query: int) -> torch.Tensor:
+        """Return bool[q, U], True at each pair.
+
+        Args:
+            similarity_qU: of some consecutive queries and all documents.
+            first_query: the number of the first of these queries.
+        """
+        next_query = first_query + len(similarity_qU)
+        start, stop = np.searchsorted(self.queries, (first_query, next_query))
+        rows = torch.from_numpy(self.queries[start:stop] - first_query)
+        columns = torch.from_numpy(self.documents[start:stop])
+
+        mask_qU = torch.zeros_like(similarity_qU, dtype=torch.bool)
         device = similarity_qU.device
-        rows = torch.from_numpy(self.queries[first:end] - start).to(device)
-        columns = torch.from_numpy(self.documents[first:end]).to(device)
-        marked_qU = torch.zeros_like(similarity_qU, dtype=torch.bool)
-        marked_qU[rows, columns] = True
-        return marked_qU
+        mask_qU[rows.to(device), columns.to(device)] = True
+        return mask_qU
 
 
 class _Judgements(NamedTuple):
     """Which documents answer which queries.
 
     Attributes:
-        query_rows: int64[Q], the sample of each distinct query.
-        document_rows: int64[U], the place of each distinct document among all texts of documents.
+        sample_of_query: int64[Q], the first sample that has each distinct query.
+        text_of_document: int64[U], the first of the M texts that is each distinct document.
         answers: pairs of a query and a document that answers it.
         copies: pairs of a query and a document with the same text.
     """
 
-    query_rows: Numbers
-    document_rows: Numbers
+    sample_of_query: Numbers
+    text_of_document: Numbers
     answers: _Pairs
     copies: _Pairs
 
@@ -62,9 +77,11 @@ class _Judgements(NamedTuple):
 def rank_documents(compared_NRD: torch.Tensor, ids_NR: torch.Tensor) -> torch.Tensor:
     """Return the numbers `RANKED` of each sample, fp64[N, 4].
 
-    The first is 1 for the first sample with a query, and all are 0 for its other samples. Of
-    documents that are as similar to a query, those that answer come last: so a model that embeds
-    all texts alike finds nothing.
+    The first sample with a query has the numbers of this query, and a 1 as the first of them. The
+    other samples with the same query have zeros.
+
+    Among documents that are equally similar to a query, those that answer it come last, so a model
+    that embeds all texts alike finds nothing.
 
     Args:
         compared_NRD: embeddings whose dot product is the similarity.
@@ -72,44 +89,53 @@ def rank_documents(compared_NRD: torch.Tensor, ids_NR: torch.Tensor) -> torch.Te
     """
     device = compared_NRD.device
     judged = _judge(ids_NR.cpu().numpy())
-    query_rows_Q = torch.from_numpy(judged.query_rows).to(device)
-    document_rows_U = torch.from_numpy(judged.document_rows).to(device)
-    queries_QD = compared_NRD[query_rows_Q, 0]
+
+    samples_Q = torch.from_numpy(judged.sample_of_query).to(device)
+    queries_QD = compared_NRD[samples_Q, 0]
     texts_MD = compared_NRD[:, 1:].flatten(0, 1)
-    documents_UD = texts_MD[document_rows_U]
+    texts_U = torch.from_numpy(judged.text_of_document).to(device)
+    documents_UD = texts_MD[texts_U]
+
     table_N4 = torch.zeros(len(ids_NR), len(RANKED), dtype=torch.float64, device=device)
-    size = max(1, MOST_ENTRIES // len(documents_UD))
-    for start in range(0, len(queries_QD), size):
-        queries = slice(start, start + size)
-        similarity_qU = queries_QD[queries] @ documents_UD.T
-        answers_qU = judged.answers.mark(similarity_qU, start)
-        copies_qU = judged.copies.mark(similarity_qU, start)
-        hits_qK = _first_hits(similarity_qU, answers_qU, copies_qU)
-        counts_q = answers_qU.sum(1)
-        table_N4[query_rows_Q[queries]] = _score_hits(hits_qK, counts_q)
+    queries_at_once = max(1, MOST_ENTRIES // len(documents_UD))
+    for start in range(0, len(queries_QD), queries_at_once):
+        stop = start + queries_at_once
+        similarity_qU = queries_QD[start:stop] @ documents_UD.T
+        answers_qU = judged.answers.mask(similarity_qU, start)
+        copies_qU = judged.copies.mask(similarity_qU, start)
+
+        hits_qK = _find_hits(similarity_qU, answers_qU, copies_qU)
+        answer_counts_q = answers_qU.sum(1)
+        samples_q = samples_Q[start:stop]
+        table_N4[samples_q] = _score_hits(hits_qK, answer_counts_q)
     return table_N4
 
 
 def _judge(ids_NR: npt.NDArray[np.float64]) -> _Judgements:
     """Return which documents answer which queries. `ids_NR`: as of `rank_documents`."""
-    queries, query_rows, query_of_sample = np.unique(
+    query_ids_Q, sample_of_query_Q, query_of_sample_N = np.unique(
         ids_NR[:, 0], return_index=True, return_inverse=True
     )
-    ids_M = ids_NR[:, 1:].reshape(-1)
-    present_rows = np.flatnonzero(ids_M >= 0)
-    documents, first_places = np.unique(ids_M[present_rows], return_index=True)
-    answer_of_sample = np.searchsorted(documents, ids_NR[:, 1])
-    # A pair as one number, by which equal pairs are found.
-    numbers = query_of_sample.reshape(-1) * len(documents) + answer_of_sample
-    distinct = np.unique(numbers)
-    answers = _Pairs(distinct // len(documents), distinct % len(documents))
-    has_copy = np.isin(queries, documents)
-    copied = np.flatnonzero(has_copy)
-    copies = _Pairs(copied, np.searchsorted(documents, queries[copied]))
-    return _Judgements(query_rows, present_rows[first_places], answers, copies)
+
+    text_ids_M = ids_NR[:, 1:].reshape(-1)
+    present_texts = np.flatnonzero(text_ids_M >= 0)
+    document_ids_U, first_present = np.unique(text_ids_M[present_texts], return_index=True)
+    text_of_document_U = present_texts[first_present]
+
+    # Each sample is a pair of a query and its answer. Several samples may be the same pair.
+    answer_of_sample_N = np.searchsorted(document_ids_U, ids_NR[:, 1])
+    pairs_N2 = np.stack([query_of_sample_N, answer_of_sample_N], axis=1)
+    distinct_pairs = np.unique(pairs_N2, axis=0)
+    answers = _Pairs(distinct_pairs[:, 0], distinct_pairs[:, 1])
+
+    has_copy_Q = np.isin(query_ids_Q, document_ids_U)
+    copied_queries = np.flatnonzero(has_copy_Q)
+    copied_documents = np.searchsorted(document_ids_U, query_ids_Q[copied_queries])
+    copies = _Pairs(copied_queries, copied_documents)
+    return _Judgements(sample_of_query_Q, text_of_document_U, answers, copies)
 
 
-def _first_hits(
+def _find_hits(
     similarity_qU: torch.Tensor, answers_qU: torch.Tensor, copies_qU: torch.Tensor
 ) -> torch.Tensor:
     """Return bool[q, K]: whether the document at each of the first K ranks answers.
@@ -119,37 +145,57 @@ def _first_hits(
         answers_qU: bool, whether a document answers.
         copies_qU: bool, whether a document is the query itself.
     """
-    ranks = min(MOST_RANKS, similarity_qU.shape[1])
-    below = torch.full_like(similarity_qU, -torch.inf)
-    # The next smaller number, which is behind those that are equal and before all others.
-    lowered_qU = torch.nextafter(similarity_qU, below)
-    sorted_by_qU = torch.where(answers_qU, lowered_qU, similarity_qU)
+    # An answer gets the next smaller number. It then comes after the documents that were equal to
+    # it, and still before those that were less similar.
+    lowest_qU = torch.full_like(similarity_qU, -torch.inf)
+    lowered_qU = torch.nextafter(similarity_qU, lowest_qU)
+    sort_keys_qU = torch.where(answers_qU, lowered_qU, similarity_qU)
+
     is_left_out_qU = copies_qU & ~answers_qU
-    sorted_by_qU = sorted_by_qU.masked_fill(is_left_out_qU, -torch.inf)
-    best = sorted_by_qU.topk(ranks, 1)
+    sort_keys_qU = sort_keys_qU.masked_fill(is_left_out_qU, -torch.inf)
+
+    documents = similarity_qU.shape[1]
+    ranks = min(MOST_RANKS, documents)
+    best = sort_keys_qU.topk(ranks, 1)
     return answers_qU.gather(1, best.indices)
 
 
-def _score_hits(hits_qK: torch.Tensor, counts_q: torch.Tensor) -> torch.Tensor:
+def _score_hits(hits_qK: torch.Tensor, answer_counts_q: torch.Tensor) -> torch.Tensor:
     """Return the numbers `RANKED` of queries, fp64[q, 4].
-
-    The gain of a document that answers is 1, discounted by log2(1 + rank) (Järvelin & Kekäläinen
-    2002), and divided by that of the best order.
 
     Args:
         hits_qK: bool, whether the document at each of the first K ranks answers.
-        counts_q: how many documents answer.
+        answer_counts_q: how many documents answer, at least 1.
     """
     hits_qK = hits_qK.double()
-    columns = [torch.ones_like(hits_qK[:, 0])]
+    counted_q = torch.ones_like(hits_qK[:, 0])
+    columns = [counted_q]
     for cutoff in RECALL_AT:
         found_q = hits_qK[:, :cutoff].sum(1)
-        columns.append(found_q / counts_q)
-    ranks_K = torch.arange(1, NDCG_AT + 1, device=hits_qK.device, dtype=torch.float64)
-    discounts_K = 1 / torch.log2(1 + ranks_K)
-    looked_at_qK = hits_qK[:, :NDCG_AT]
-    gains_qK = looked_at_qK * discounts_K[: looked_at_qK.shape[1]]
-    best_K = discounts_K.cumsum(0)
-    places_q = counts_q.clamp(max=NDCG_AT) - 1
-    columns.append(gains_qK.sum(1) / best_K[places_q])
+        columns.append(found_q / answer_counts_q)
+    columns.append(_ndcg(hits_qK[:, :NDCG_AT], answer_counts_q))
     return torch.stack(columns, 1)
+
+
+def _ndcg(hits_qK: torch.Tensor, answer_counts_q: torch.Tensor) -> torch.Tensor:
+    """Return nDCG@NDCG_AT of queries, fp64[q] (Järvelin & Kekäläinen 2002).
+
+    A document that answers has a gain of 1 / log2(1 + rank). The sum of the gains is divided by
+    that of the best order, in which all answers come first.
+
+    Args:
+        hits_qK: fp64, 1 if the document at a rank answers, otherwise 0. At most NDCG_AT ranks.
+        answer_counts_q: how many documents answer, at least 1.
+    """
+    ranks = torch.arange(1, NDCG_AT + 1, device=hits_qK.device, dtype=torch.float64)
+    discounts = 1 / torch.log2(1 + ranks)
+
+    ranks_with_documents = hits_qK.shape[1]
+    gains_qK = hits_qK * discounts[:ranks_with_documents]
+    gain_q = gains_qK.sum(1)
+
+    # The best sum for 1, 2, … answers.
+    best_gains = discounts.cumsum(0)
+    answers_in_ranks_q = answer_counts_q.clamp(max=NDCG_AT)
+    best_gain_q = best_gains[answers_in_ranks_q - 1]
+    return gain_q / best_gain_q

@@ -67,7 +67,7 @@ class EmbedConfig(RetrievalSpec):
 
     @property
     def rows_per_sample(self) -> int:
-        """The query, the positive and the negatives are rows of a batch."""
+        """The query, the positive and each negative are a row of a batch each."""
         return 2 + self.negatives
 
     @property
@@ -80,7 +80,7 @@ class EmbedConfig(RetrievalSpec):
         return 1
 
     def cache_parts(self) -> dict[str, Any]:
-        """Return what decides on the texts of a sample, as a part of the token cache's key."""
+        """Return the settings on which the texts of a sample depend, for the token cache's key."""
         prompts = [self.query_prompt, self.document_prompt]
         return {"negatives": self.negatives, "prompts": prompts}
 

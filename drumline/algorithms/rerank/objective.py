@@ -1,4 +1,4 @@
-"""Cross-encoders: the score of a query and a text that are read together.
+"""Cross-encoders: a model reads a query and a text together, and scores how well the text answers.
 
 P samples of a micro-batch, C candidates of each: the positive, and then the negatives. B = C · P rows.
 """
@@ -13,15 +13,15 @@ from torch.nn import functional
 from drumline.algorithms.base import Algorithm, LossOut
 from drumline.algorithms.rerank.spec import RerankConfig
 
-# A positive behind this rank counts as not found.
+# A positive at a later rank counts as not found.
 CUTOFF = 10
 
 
 class Rerank(Algorithm):
     """Binary cross-entropy of each candidate, or cross-entropy over the candidates of a query.
 
-    The former is the mean over a sample's candidates, the latter that of ListNet's top one (Cao et
-    al. 2007). The metrics rank a row's candidates by their scores.
+    The first is a mean over a sample's candidates. The second is ListNet's loss with top-one
+    probabilities (Cao et al. 2007). The metrics rank the candidates of a sample by their scores.
     """
 
     def __init__(self, spec: RerankConfig) -> None:
@@ -49,7 +49,7 @@ class Rerank(Algorithm):
         return {"loss": sums["loss"] / samples, **self.step_metrics(sums)}
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return means over the samples that have a negative, by the rank of their positives."""
+        """Return means of what the positives' ranks give, over the samples that have a negative."""
         ranked = max(1.0, sums["ranked"])
         return {
             "accuracy": sums["first"] / ranked,
@@ -66,7 +66,9 @@ class Rerank(Algorithm):
 def pointwise_loss(logits_PC: torch.Tensor, present_PC: torch.Tensor) -> torch.Tensor:
     """Return the mean binary cross-entropy over each sample's candidates, fp32[P].
 
-    `present_PC`: bool, whether a candidate is there; a filler has none, and a loss of 0.
+    Fillers, which pad a batch to its number of samples, have no candidates and a loss of 0.
+
+    `present_PC`: bool, whether a candidate is there.
     """
     targets_PC = torch.zeros_like(logits_PC)
     targets_PC[:, 0] = 1
@@ -81,7 +83,8 @@ def listwise_loss(logits_PC: torch.Tensor, present_PC: torch.Tensor) -> torch.Te
 
     `present_PC`: bool, whether a candidate is there.
     """
-    # The positive of a filler stays: with nothing to choose from the loss is 0.
+    # The positive of a filler counts as present. As the only candidate it has a loss of 0, while a
+    # softmax over no candidates would be NaN.
     absent_PC = ~present_PC
     absent_PC[:, 0] = False
     scores_PC = logits_PC.masked_fill(absent_PC, -torch.inf)
@@ -92,9 +95,9 @@ def listwise_loss(logits_PC: torch.Tensor, present_PC: torch.Tensor) -> torch.Te
 def rank_sums(logits_PC: torch.Tensor, present_PC: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the sums over ranks that `Rerank.step_metrics` reads.
 
-    A negative with the score of the positive counts as before it, so that a model which scores all
-    alike ranks nothing first. A sample without a negative counts nowhere: its positive would be
-    first whatever its score is.
+    A negative with the same score as the positive is ranked before it, so a model that scores all
+    texts alike ranks no positive first. A sample without a negative does not count, because its
+    positive would be first whatever its score is.
 
     `present_PC`: bool, whether a candidate is there.
     """

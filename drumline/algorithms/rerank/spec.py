@@ -42,12 +42,12 @@ class RerankConfig(RetrievalSpec):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The model has one logit."""
+        """The names of the model's logits, of which it has one."""
         return (RELEVANCE,)
 
     @property
     def rows_per_sample(self) -> int:
-        """The query with the positive, and with each negative, are rows of a batch."""
+        """The query with the positive is one row of a batch, with each negative another one."""
         return 1 + self.negatives
 
     @property
@@ -55,15 +55,16 @@ class RerankConfig(RetrievalSpec):
         return "text"
 
     def cache_parts(self) -> dict[str, Any]:
-        """Return what decides on the texts of a sample, as a part of the token cache's key."""
+        """Return the settings on which the texts of a sample depend, for the token cache's key."""
         return {"negatives": self.negatives}
 
     def segment_names(self, segments: int) -> list[str]:
-        # Without the query, which is a part of all.
-        return super().segment_names(segments + 1)[1:]
+        # Each segment is a pair of the query and a text, and has the name of the text.
+        names = super().segment_names(segments + 1)
+        return names[1:]
 
     def classes(self, train: Any, held_out: list[Any]) -> tuple[str, ...]:
-        """Return the one label. Raises DataError for held-out samples without any negative."""
+        """Return the one label. Raises DataError if a held-out set has no negative."""
         from drumline.data.retrieval import require_negatives
 
         for cache in held_out:

@@ -39,7 +39,7 @@ class Seq2SeqConfig(ChunkedSpec):
 
     @property
     def rows_per_sample(self) -> int:
-        """A sample has a row for the encoder and one for the decoder."""
+        """A sample has one row for the encoder and one for the decoder."""
         return 2
 
     @property
@@ -54,7 +54,10 @@ class Seq2SeqConfig(ChunkedSpec):
         return self.model_copy(update={"decoder_start": decoder_start})
 
     def cache_parts(self) -> dict[str, Any]:
-        """Return the decoder's first token, with which each cached completion begins."""
+        """Return the decoder's first token, for the token cache's key.
+
+        Each cached completion begins with it.
+        """
         return {"decoder_start": self.decoder_start}
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:

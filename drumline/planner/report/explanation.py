@@ -132,7 +132,7 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
         # One device sends nothing, so its traffic has no lines.
         if lines:
             text += ["", title]
-            text += _aligned(lines)
+            text += _align(lines)
     return "\n".join(text)
 
 
@@ -157,7 +157,7 @@ def _describe_verdict(candidate: Candidate, refused: str | None) -> str:
     return f"{verdict}; {needs}, {share:.0%}: {meaning}"
 
 
-def _aligned(lines: list[Line]) -> list[str]:
+def _align(lines: list[Line]) -> list[str]:
     """Return lines as text, in three columns of which the second is aligned at the right."""
     what_width = max(len(line.what) for line in lines)
     amount_width = max(len(line.amount) for line in lines)

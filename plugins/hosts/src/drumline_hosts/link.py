@@ -99,7 +99,7 @@ def call(
         OSError: Nobody answers, or the other side does not know the secret.
     """
     with socket.create_connection((address, port), reach) as connected:
-        connection = _limited(connected, seconds or HANDSHAKE_SECONDS)
+        connection = _set_limit(connected, seconds or HANDSHAKE_SECONDS)
     try:
         answer_challenge(connection, secret.encode())
         deliver_challenge(connection, secret.encode())
@@ -112,7 +112,7 @@ def call(
         raise
     if seconds:
         return Link(connection)
-    return _unlimited(connection)
+    return _remove_limit(connection)
 
 
 def answer(connected: socket.socket, secret: str, seconds: float | None = None) -> Link | None:
@@ -121,7 +121,7 @@ def answer(connected: socket.socket, secret: str, seconds: float | None = None) 
     `seconds` is as in `call`.
     """
     with connected:
-        connection = _limited(connected, seconds or HANDSHAKE_SECONDS)
+        connection = _set_limit(connected, seconds or HANDSHAKE_SECONDS)
     try:
         deliver_challenge(connection, secret.encode())
         answer_challenge(connection, secret.encode())
@@ -130,10 +130,10 @@ def answer(connected: socket.socket, secret: str, seconds: float | None = None) 
         return None
     if seconds:
         return Link(connection)
-    return _unlimited(connection)
+    return _remove_limit(connection)
 
 
-def _limited(connected: socket.socket, seconds: float = HANDSHAKE_SECONDS) -> Connection:
+def _set_limit(connected: socket.socket, seconds: float = HANDSHAKE_SECONDS) -> Connection:
     """Return a connection that waits for each answer for at most so many seconds."""
     connected.settimeout(None)
     wait_at_most(connected, seconds)
@@ -141,7 +141,7 @@ def _limited(connected: socket.socket, seconds: float = HANDSHAKE_SECONDS) -> Co
     return Connection(connected.detach())
 
 
-def _unlimited(connection: Connection) -> Link:
+def _remove_limit(connection: Connection) -> Link:
     """Return a link that waits for messages without a limit."""
     with _socket(connection) as ends:
         wait_at_most(ends, 0.0)
