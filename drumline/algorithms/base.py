@@ -52,6 +52,9 @@ class Algorithm(Protocol):
 
     # The method, if a subclass defines it; its arguments are self, outputs and batch.
     first_pass: ClassVar[Callable[[Any, Any, Any], torch.Tensor] | None] = None
+    # Whether `eval_objective` reads the numbers of `first_pass` alone. Then it gets no outputs (None),
+    # and the model runs over held-out data only once.
+    evaluates_first_pass: ClassVar[bool] = False
 
     def first_batch(self, batch: Any) -> Any:
         """Return the micro-batch for `first_pass`: this one, unless an algorithm derives another.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from drumline.data.batches import collate, collate_labelled_texts, collate_pairs, read_segments
@@ -18,6 +19,7 @@ from drumline.models.image_tokens import Vision
 from drumline.models.load import load_config
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import load_processor, side_of, vision_of
+from drumline.plan.attention import row_multiple
 from drumline.plan.plan import Plan
 
 # Takes sample ids, and returns their micro-batch. The id -1 stands for a filler row.
@@ -50,7 +52,11 @@ def text_collator(plan: Plan, width: int | None) -> CollatorFactory:
 def find_vision(plan: Plan) -> Vision | None:
     """Return how the plan's model reads images; None for a model of text."""
     hf_config = load_config(plan.model_path, plan.config.model)
-    return vision_of(plan.config, plan.model_path, hf_config)
+    vision = vision_of(plan.config, plan.model_path, hf_config)
+    if vision is None or plan.mesh.cp == 1:
+        return vision
+    multiple = row_multiple(plan.mesh.cp, plan.cp_method, plan.precision, plan.device)
+    return replace(vision, row_multiple=multiple)
 
 
 def seq2seq_collator(plan: Plan, width: int | None) -> CollatorFactory:

@@ -71,7 +71,8 @@ def cache_key(
 
     For images the hash also covers the folders of the rows, which image paths are relative to, and
     for a vision-language model its processor. The images themselves are not read: their pixels are in
-    no cache, and a changed size is found when an image is loaded.
+    no cache, and a changed size is found when an image is loaded. A changed video is found by the
+    metas of samples (`images.has_changed_videos`).
 
     Args:
         config: the config of the run.

@@ -22,6 +22,8 @@ from drumline.system.files import whole_file
 
 IMAGES = "images"  # the folder, below that of the token caches, of images that rows hold
 DIGITS = "digits"  # the folder, below Drumline's cache, of images that come with scikit-learn
+# Key of a sample's meta: the state of each video that its frames come from, see `data.image_rows`.
+VIDEO_FILES = "video_files"
 TEST_DIGITS = 360  # the last images are the test split
 BRIGHTEST = 16  # of scikit-learn's grey values
 

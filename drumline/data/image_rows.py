@@ -7,15 +7,17 @@ conversation: a part `{"type": "image"}` alone, or `<image>` in a text. Without 
 before the first question. Videos are named in the same way, by `{"type": "video"}`, the column
 `videos` and `<video>`; their frames become images in their place. A sample's meta is
 `{"images": [absolute paths], "grid": [grid of each, …]}`, in order. Pixels are read for each batch.
+With videos that are files or folders it also has `VIDEO_FILES`: {absolute path: `video_state`}, by
+which a change of them is found.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,7 +31,7 @@ from drumline.data.encode import (
     TextRowEncoder,
     prompt_meta,
 )
-from drumline.data.image_files import resolve_image_path
+from drumline.data.image_files import VIDEO_FILES, resolve_image_path
 from drumline.data.pairs import TextOrMessages
 from drumline.data.sources import (
     IMAGE_MARK,
@@ -43,7 +45,7 @@ from drumline.data.sources import (
 )
 from drumline.data.targets import EncodedSample, Encoder, TokenSegment, truncate
 from drumline.data.turns import Messages, as_messages
-from drumline.data.video_files import find_frames
+from drumline.data.video_files import find_frames, video_state
 from drumline.errors import DataError
 from drumline.foreign import expanded
 from drumline.models.image_tokens import Grid, Vision
@@ -69,11 +71,13 @@ class RowWithImageTokens:
         segment: the tokens.
         images: (absolute path, grid) of each image.
         spans: the token range [start, stop) of each image in `segment`.
+        video_files: the state of each video whose frames are among the images, by its path.
     """
 
     segment: TokenSegment
     images: list[tuple[str, Grid]]
     spans: list[tuple[int, int]]
+    video_files: dict[str, str] = field(default_factory=dict)
 
     def encoded(self, truncated: bool) -> EncodedSample:
         """Return the row as `EncodedSample`. `truncated`: whether something was cut off."""
@@ -81,11 +85,24 @@ class RowWithImageTokens:
         # A sample with a meta is kept even without a target. Without a meta such a sample is left
         # out.
         if self.images and self.segment.target_count:
-            meta = {
-                "images": [path for path, _ in self.images],
-                "grid": [grid for _, grid in self.images],
-            }
+            paths = [path for path, _ in self.images]
+            grids = [grid for _, grid in self.images]
+            meta = _meta_of_images(paths, grids, self.video_files)
         return EncodedSample([self.segment], meta, truncated, self.segment.hides_reasoning)
+
+
+class PlacedRow(NamedTuple):
+    """A row whose images are parts of its contents.
+
+    Attributes:
+        row: the row.
+        paths: absolute paths of the images, in order.
+        video_files: the state of each video that is a file or a folder, by its absolute path.
+    """
+
+    row: Row
+    paths: list[str]
+    video_files: dict[str, str]
 
 
 class ImageRows:
@@ -112,7 +129,7 @@ class ImageRows:
             replaced[self.mark] = f"{before}{self.mark}{behind}"
         return Encoder(tokenizer, False, data, replaced)
 
-    def place(self, row: Row) -> tuple[Row, list[str]]:
+    def place(self, row: Row) -> PlacedRow:
         """Return `place_images` of a row. Raises DataError, also for media that no model gets."""
         _refuse_unsupported_media(row)
         return place_images(row, self.root, self.most_frames)
@@ -150,10 +167,12 @@ class VisionRowEncoder:
         None if the row is dropped, or if the cut takes all of its targets. Raises DataError that
         names the row.
         """
-        placed, paths = self.images.place(row)
-        if paths:
+        placed = self.images.place(row)
+        if placed.paths:
             self.encoder.require_template("images need a chat template", row)
-        full = self.images.expand(self.encoder.encode(placed), paths, row.origin)
+        marked = self.encoder.encode(placed.row)
+        expanded_row = self.images.expand(marked, placed.paths, row.origin)
+        full = replace(expanded_row, video_files=placed.video_files)
         truncated_segment = truncate(
             full.segment, self.data.max_length, self.data.truncation, row.origin
         )
@@ -205,6 +224,7 @@ class _PromptImages:
     Attributes:
         prompt: the messages of the prompt, with a part for each image.
         paths: absolute paths of the images, in order.
+        video_files: see `PlacedRow`.
         grids: the grid of each image.
     """
 
@@ -212,9 +232,11 @@ class _PromptImages:
         values: dict[str, Any] = {"prompt": prompt}
         if "images" in row.values:
             values["images"] = row.values["images"]
-        placed, self.paths = images.place(replace(row, values=values))
+        placed = images.place(replace(row, values=values))
         self.images = images
-        self.prompt: TextOrMessages = placed.values["prompt"]
+        self.paths = placed.paths
+        self.video_files = placed.video_files
+        self.prompt: TextOrMessages = placed.row.values["prompt"]
         self.grids: list[Grid] = []
 
     def expand(self, segment: TokenSegment, origin: str) -> TokenSegment:
@@ -233,7 +255,7 @@ class _PromptImages:
         """Return the values of the sample's meta; empty without images."""
         if not self.paths:
             return {}
-        return {"images": self.paths, "grid": self.grids}
+        return _meta_of_images(self.paths, self.grids, self.video_files)
 
 
 class _VisionAnswerEncoder(AnswerRowEncoder):
@@ -275,21 +297,32 @@ class VisionPromptEncoder(PromptRowEncoder):
         self.encoder = self.images.encoder(tokenizer, data)
 
     def encode(self, row: Row) -> EncodedSample | None:
-        placed, paths = self.images.place(row)
-        if paths:
+        placed = self.images.place(row)
+        if placed.paths:
             self.encoder.require_template("images need a chat template", row)
-        text, ids = self.encoder.prompt(placed)
+        text, ids = self.encoder.prompt(placed.row)
         marked = TokenSegment(np.asarray(ids, np.int32), np.zeros(len(ids), np.uint8))
-        full = self.images.expand(marked, paths, row.origin)
+        full = self.images.expand(marked, placed.paths, row.origin)
         kept = self.cut(full.segment.tokens.tolist(), row)
         if kept is None:
             return None
         lost = len(full.segment.tokens) - len(kept)
         if lost and full.spans and full.spans[0][0] < lost:
             return None
-        images = {"images": paths, "grid": [grid for _, grid in full.images]}
+        grids = [grid for _, grid in full.images]
+        images = _meta_of_images(placed.paths, grids, placed.video_files)
         segment = TokenSegment(full.segment.tokens[lost:], full.segment.learn[lost:])
         return EncodedSample([segment], prompt_meta(row, text, images), truncated=lost > 0)
+
+
+def _meta_of_images(
+    paths: list[str], grids: list[Grid], video_files: dict[str, str]
+) -> dict[str, Any]:
+    """Return what the meta of a sample says of its images, see the top of this module."""
+    meta: dict[str, Any] = {"images": paths, "grid": grids}
+    if video_files:
+        meta[VIDEO_FILES] = video_files
+    return meta
 
 
 def _refuse_unsupported_media(row: Row) -> None:
@@ -374,13 +407,13 @@ def cut_between_images(full: RowWithImageTokens, size: int, left: bool) -> RowWi
         full.segment.learn[start:stop],
         full.segment.hides_reasoning,
     )
-    return RowWithImageTokens(segment, images, spans)
+    return RowWithImageTokens(segment, images, spans, full.video_files)
 
 
-def place_images(row: Row, root: Path, most_frames: int = 8) -> tuple[Row, list[str]]:
-    """Return a row with its images as parts `{"type": "image"}` of contents, and their paths.
+def place_images(row: Row, root: Path, most_frames: int = 8) -> PlacedRow:
+    """Return a row with its images as parts `{"type": "image"}` of contents.
 
-    That is the form that chat templates read. The paths are absolute, in order.
+    That is the form that chat templates read.
 
     Args:
         row: the row.
@@ -413,7 +446,7 @@ def place_images(row: Row, root: Path, most_frames: int = 8) -> tuple[Row, list[
         raise DataError(what, where=row.origin, fix=fix)
     if placer.paths:
         row = replace(row, values=values)
-    return row, placer.paths
+    return PlacedRow(row, placer.paths, placer.video_files)
 
 
 class _ImagePlacer:
@@ -426,6 +459,7 @@ class _ImagePlacer:
             such column.
         videos: the same for the column `videos` or `video`.
         paths: absolute paths of the images that have a slot, in order.
+        video_files: see `PlacedRow`.
     """
 
     def __init__(self, row: Row, root: Path, most_frames: int) -> None:
@@ -435,6 +469,7 @@ class _ImagePlacer:
         self.waiting = _listed_images(row)
         self.videos = _listed_videos(row)
         self.paths: list[str] = []
+        self.video_files: dict[str, str] = {}
 
     def place_in_turn(self, turn: dict[str, Any]) -> dict[str, Any]:
         """Return a message with the images of its content as parts."""
@@ -500,6 +535,10 @@ class _ImagePlacer:
         video = _named_file(part, _VIDEO_KEYS)
         if video is None:
             video = self._next(self.videos, "videos")
+        if isinstance(video, str):
+            # Before the frames are read: a change in between is then found later.
+            path = (self.row.folder / expanded(video)).absolute()
+            self.video_files[str(path)] = video_state(path)
         frames = find_frames(video, self.row.folder, self.most_frames, self.row.origin, self.root)
         self.paths += frames
         return [{"type": "image"}] * len(frames)

@@ -6,6 +6,7 @@ B rows, T tokens, N images, C channels, H × W pixels.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +34,8 @@ from drumline.data.batches import (
     row_width,
 )
 from drumline.data.cache import Segment, TokenCache
-from drumline.data.image_files import image_paths_in_meta
+from drumline.data.image_files import VIDEO_FILES, image_paths_in_meta
+from drumline.data.video_files import video_state
 from drumline.models.image_tokens import Grid, Pixels, Vision
 from drumline.models.pictures import read_image
 from drumline.models.vision import pixels
@@ -55,6 +57,7 @@ def join_metas(
     for pack in packs:
         images: list[str] = []
         grids: list[Any] = []
+        video_files: dict[str, str] = {}
         has_images = False
         for index in pack:
             text = metas[rows[index]]
@@ -62,9 +65,12 @@ def join_metas(
                 meta = json.loads(text)
                 images += meta["images"]
                 grids += meta["grid"]
+                video_files |= meta.get(VIDEO_FILES, {})
                 has_images = True
         if has_images:
-            whole = {"images": images, "grid": grids}
+            whole: dict[str, Any] = {"images": images, "grid": grids}
+            if video_files:
+                whole[VIDEO_FILES] = video_files
             joined.append(json.dumps(whole, ensure_ascii=False).encode())
         else:
             joined.append(b"")
@@ -103,8 +109,21 @@ def lacks_images(cache: TokenCache) -> bool:
     return False
 
 
+def has_changed_videos(cache: TokenCache) -> bool:
+    """Return whether a video has changed, or is gone, since its frames were taken for a cache."""
+    if not cache.info.get("samples_with_videos"):
+        return False
+    known: dict[str, str] = {}
+    for sample in range(len(cache)):
+        for path, state in cache.meta(sample).get(VIDEO_FILES, {}).items():
+            # A video that changed while rows were read has two states, one of which is old.
+            if known.setdefault(path, state) != state:
+                return True
+    return any(video_state(Path(path)) != state for path, state in known.items())
+
+
 def count_images(metas: Sequence[bytes], vision: Vision | None, sides: int = 1) -> dict[str, int]:
-    """Count the images and their tokens in samples with these metas, and the samples with images.
+    """Count images and their tokens in samples with these metas, and samples with images and videos.
 
     Args:
         metas: the JSON of each sample; empty for one without images.
@@ -114,16 +133,25 @@ def count_images(metas: Sequence[bytes], vision: Vision | None, sides: int = 1) 
     images = 0
     tokens = 0
     samples_with_images = 0
+    samples_with_videos = 0
     for text in metas:
         if not text or vision is None:
             continue
-        grids = json.loads(text).get("grid")
+        meta = json.loads(text)
+        if VIDEO_FILES in meta:
+            samples_with_videos += 1
+        grids = meta.get("grid")
         if grids:
             samples_with_images += 1
             images += len(grids)
             for grid in grids:
                 tokens += sides * vision.tokens(tuple(grid))
-    return {"images": images, "image_tokens": tokens, "samples_with_images": samples_with_images}
+    return {
+        "images": images,
+        "image_tokens": tokens,
+        "samples_with_images": samples_with_images,
+        "samples_with_videos": samples_with_videos,
+    }
 
 
 def add_images(
@@ -173,7 +201,8 @@ def width_with_images(
     """
     if width is not None:
         # The shape is that of all batches, with and without images.
-        return width + vision.blank_size
+        parts = math.ceil((width + vision.blank_size) / vision.row_multiple)
+        return parts * vision.row_multiple
     longest = max(map(row_width, rows))
     if any(meta.get("images") for meta in metas):
         return longest

@@ -15,7 +15,7 @@ from drumline.data.blocks import has_first_block, make_first_block, read_ledger
 from drumline.data.cache import TokenCache, cache_root, describe_left_out, read_info, verify
 from drumline.data.encode import OWN_COLUMNS
 from drumline.data.fingerprint import cache_key, hash_files, identify
-from drumline.data.images import lacks_images
+from drumline.data.images import has_changed_videos, lacks_images
 from drumline.data.make import CacheBuild, Progress, make
 from drumline.data.sources import domains
 from drumline.errors import ConfigError, DataError
@@ -34,7 +34,7 @@ def prepare(
 ) -> DataPlan:
     """Return what the caches of `config.data` hold.
 
-    Caches that do not exist, or whose images were lost, are made first. Raises DataError for input
+    Caches that do not exist, whose images were lost or whose videos have changed are made first. Raises DataError for input
     that cannot be used, PlanError for images with a setting that compares texts alone, and
     EnvironmentFault for a disk that cannot be written.
 
@@ -58,7 +58,7 @@ def prepare(
     for build in builds:
         for folder in build.folders:
             is_damaged = check and _is_damaged(folder)
-            if is_damaged or _lacks_images(folder):
+            if is_damaged or _is_outdated(folder):
                 shutil.rmtree(folder)
     if all(map(_is_done, builds)):
         return _plan(builds)
@@ -114,7 +114,7 @@ def find_prepared(
     """
     builds = _list_builds(config, tokenizer_path, base_dir, vision)
     for build in builds:
-        if any(_lacks_images(folder) for folder in build.folders):
+        if any(_is_outdated(folder) for folder in build.folders):
             return None
     if all(map(_is_done, builds)):
         return _plan(builds)
@@ -136,9 +136,12 @@ def _is_damaged(folder: Path) -> bool:
     return False
 
 
-def _lacks_images(folder: Path) -> bool:
-    """Return whether there is a cache in a folder, and images of it are gone."""
-    return read_info(folder) is not None and lacks_images(TokenCache.open(folder))
+def _is_outdated(folder: Path) -> bool:
+    """Return whether there is a cache in a folder whose images are gone, or whose videos changed."""
+    if read_info(folder) is None:
+        return False
+    cache = TokenCache.open(folder)
+    return lacks_images(cache) or has_changed_videos(cache)
 
 
 def _is_done(build: CacheBuild) -> bool:

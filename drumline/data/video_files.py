@@ -15,6 +15,7 @@ import numpy as np
 from drumline.data.image_files import refuse_url, resolve_image_path
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import expanded, translate_exceptions
+from drumline.system.files import json_digest
 
 # Endings of files in a folder that are its frames.
 FRAMES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -53,6 +54,21 @@ def find_frames(video: Any, folder: Path, most: int, origin: str, root: Path) ->
     return paths
 
 
+def video_state(path: Path) -> str:
+    """Return what changes if a video does: the size and the time of a file, the names in a folder.
+
+    The frames of a file are written as images when a row is prepared, and for a folder its frames
+    are chosen then. Images in a folder are read for each batch, so their content does not count.
+    A path that is neither has an empty state.
+    """
+    if path.is_file():
+        stat = path.stat()
+        return f"{stat.st_size} {stat.st_mtime_ns}"
+    if path.is_dir():
+        return json_digest(_frame_names(path))
+    return ""
+
+
 def choose_frames(count: int, most: int) -> list[int]:
     """Return the indices of `most` of `count` frames at equal distances, the first and last too."""
     wanted = min(count, most)
@@ -67,9 +83,14 @@ def _list_frames(path: Path, origin: str) -> list[str]:
     if not path.is_dir():
         fix = "paths are relative to the folder of the data file"
         raise DataError(f"video {path}: no such file or folder", where=origin, fix=fix)
-    names = [each.name for each in path.iterdir() if each.suffix.lower() in FRAMES]
+    return [str(path / name) for name in _frame_names(path)]
+
+
+def _frame_names(folder: Path) -> list[str]:
+    """Return the names of the images in a folder, in the order of the numbers in them."""
+    names = [each.name for each in folder.iterdir() if each.suffix.lower() in FRAMES]
     names.sort(key=_by_numbers)
-    return [str(path / name) for name in names]
+    return names
 
 
 def _by_numbers(name: str) -> list[tuple[bool, int, str]]:

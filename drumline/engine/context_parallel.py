@@ -12,6 +12,11 @@ Either is registered with transformers as an attention function and a mask funct
 ours. So the model itself still decides which tokens may attend to which (causal, sliding windows,
 chunks).
 
+A vision-language model gets whole rows. Each rank runs all of the vision tower, whose features take
+the places of their tokens in the whole row. Then the embeddings are cut, and the language part runs
+on a part. So the gradients of the tower, too, are one summand a rank, and no rank waits for one
+whose part has no image.
+
 Shapes: B rows, T tokens of a sequence, t = T / N of a part, N ranks; H heads, of size D.
 """
 
@@ -27,11 +32,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 
 from drumline.errors import PlanError
 from drumline.models.attention import has_batch
 from drumline.models.blocks import reason_against_context_parallelism
+from drumline.models.classes import is_vision_language
 from drumline.models.head import ForwardWithObjective
+from drumline.models.image_tokens import trial_images
 from drumline.models.sequence import SequencePart
 from drumline.models.small import TrialTokens, is_close, try_small
 from drumline.plan.attention import RING_CHUNK, has_drumline_attention
@@ -47,6 +55,8 @@ TRIAL_TOKENS_OF_RING = 2 * RING_CHUNK
 # one.
 TRIAL_TOKENS_OF_SECOND_DOCUMENT = 5
 Function = Callable[..., Any]
+# torch's sdpa, which `_torch_ring` replaces.
+WHOLE_ATTENTION = functional.scaled_dot_product_attention
 
 
 def apply_context_parallel(
@@ -64,13 +74,19 @@ def apply_context_parallel(
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    has_images = is_vision_language(model.config)
     if method == "ring":
-        part = SequencePart(mesh.get_group(), folded=True, around=lambda: _torch_ring(mesh))
+        part = SequencePart(
+            mesh.get_group(),
+            folded=True,
+            around=lambda: _torch_ring(mesh),
+            cuts_embeddings=has_images,
+        )
         attention = ring
         mask = no_mask
         tokens = TRIAL_TOKENS_OF_RING
     else:
-        part = SequencePart(mesh.get_group())
+        part = SequencePart(mesh.get_group(), cuts_embeddings=has_images)
         attention = ulysses
         mask = whole_mask
         tokens = TRIAL_TOKENS
@@ -87,13 +103,37 @@ def apply_context_parallel(
     whole_sequence_mask = AttentionMaskInterface()[before]
     AttentionInterface.register(name, _replace_if_cut(part, whole_attention, attention))
     AttentionMaskInterface.register(name, _replace_if_cut(part, whole_sequence_mask, mask))
-    model.set_attn_implementation(name)
-    if not _same_in_parts(model, mesh.device_type, part, packing, tokens):
+    implementation: Any = name
+    if has_images:
+        implementation = {"text_config": name}
+    if has_images and method == "ring":
+        tower_name = f"{name}_tower"
+        implementation["vision_config"] = tower_name
+        AttentionInterface.register(tower_name, _outside_of_ring(whole_attention))
+    _attend_in_parts(model, part, implementation)
+    if not _same_in_parts(model, mesh.device_type, part, packing, tokens, implementation):
         model.set_attn_implementation(before)
         raise NO_CONTEXT_PARALLEL.error(
             refused + "cut in parts it does not compute what it computes whole"
         )
     module.sequence = part
+
+
+def _attend_in_parts(model: Any, part: SequencePart, implementation: Any) -> None:
+    """Let a model attend by registered functions: a name, or the names by section of its config.
+
+    The decoder of a vision-language model also takes its part of the embeddings that it gets.
+    """
+    model.set_attn_implementation(implementation)
+    if not part.cuts_embeddings:
+        return
+
+    def cut(_decoder: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if not part.active:
+            return None
+        return args, part.decoder_inputs(options)
+
+    model.get_decoder().register_forward_pre_hook(cut, with_kwargs=True)
 
 
 def _replace_if_cut(part: SequencePart, whole: Function, cut: Callable[..., Any]) -> Function:
@@ -221,6 +261,24 @@ def ring(
     return sdpa(heads, query, key, value, None, **options)
 
 
+def _outside_of_ring(attention: Function) -> Function:
+    """Return an attention function that computes by torch's own sdpa also within `_torch_ring`.
+
+    It is for a vision tower, which every rank runs whole.
+    """
+
+    @torch.compiler.disable
+    def run(*given: Any, **options: Any) -> Any:
+        in_ring = functional.scaled_dot_product_attention
+        functional.scaled_dot_product_attention = WHOLE_ATTENTION
+        try:
+            return attention(*given, **options)
+        finally:
+            functional.scaled_dot_product_attention = in_ring
+
+    return run
+
+
 def no_mask(part: SequencePart, mask: Function, **options: Any) -> Any:
     """Return None, which is a causal mask without windows or documents, for the ring.
 
@@ -229,7 +287,7 @@ def no_mask(part: SequencePart, mask: Function, **options: Any) -> Any:
     has_window = options.get("local_size") is not None
     is_causal_only = options.get("allow_is_causal_skip", True)
     if has_window or not is_causal_only:
-        what = "ring attention in torch takes no mask, and this model has layers with windows of their own"
+        what = "ring attention in torch takes no mask, and this model has layers with windows, or tokens that attend to later ones"
         raise PlanError(what, where="strategy", fix="use ulysses")
     return None
 
@@ -247,24 +305,23 @@ def _torch_ring(mesh: DeviceMesh) -> Iterator[None]:
         yield
 
 
-def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool, tokens: int) -> bool:
+def _same_in_parts(
+    model: Any, device: str, part: SequencePart, packing: bool, tokens: int, implementation: Any
+) -> bool:
     """Return whether the model's hidden states come out the same in parts as whole. Collective.
 
     A small copy of the model is tried on `tokens` tokens for each rank; with `packing` they are two
-    documents. Only a trial shows whether layers mix tokens without attention, as state-space and
+    documents. `implementation`: see `_attend_in_parts`. Only a trial shows whether layers mix tokens without attention, as state-space and
     other recurrent ones do.
     """
 
     def trial(small: Any, ids_BT: Tensor) -> bool:
+        _attend_in_parts(small, part, implementation)
+        batch = _trial_batch(small, ids_BT, part.parts * tokens, packing)
         trunk = small.get_decoder() or small
-        ids_BT = ids_BT.repeat(1, part.parts * tokens // ids_BT.shape[1])
-        length = ids_BT.shape[1]
-        positions_BT = torch.arange(length, device=ids_BT.device)[None]
-        if packing:
-            second = length - TRIAL_TOKENS_OF_SECOND_DOCUMENT
-            positions_BT = torch.where(positions_BT < second, positions_BT, positions_BT - second)
-        whole_BTD = trunk(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)[0]
-        batch = TrialTokens(ids_BT, positions_BT)
+        if part.cuts_embeddings:
+            trunk = small.base_model
+        whole_BTD = trunk(**batch.inputs(), use_cache=False)[0]
         with part.around():
             part_BtD = trunk(**part.inputs(batch), use_cache=False)[0]
         return is_close(part_BtD, part.cut(whole_BTD))
@@ -273,3 +330,31 @@ def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool, t
     part.active = False
     ranks_that_agree = part.total(torch.tensor(float(is_same), device=device))
     return float(ranks_that_agree) == part.parts
+
+
+def _trial_batch(small: Any, ids_BT: Tensor, multiple: int, packing: bool) -> TrialTokens:
+    """Return a batch of one row for a small copy of a model, with an image if it reads images.
+
+    `ids_BT`: token ids, which are repeated. `multiple`: of which the row's tokens are one. With
+    `packing` it has two documents.
+    """
+    images: dict[str, Tensor] = {}
+    if is_vision_language(small.config):
+        # Few tokens are left in the copy, and the one that stands for images has to be among them.
+        image_id = small.config.get_text_config().vocab_size - 1
+        small.config.image_token_id = image_id
+        text_BT = ids_BT.clamp(max=image_id - 1)
+        with_image_BT, _ = trial_images(small.config, text_BT)
+        image_tokens = with_image_BT.shape[1] - text_BT.shape[1]
+        length = math.ceil(with_image_BT.shape[1] / multiple) * multiple
+        repeats = math.ceil(length / text_BT.shape[1])
+        long_text_BT = text_BT.repeat(1, repeats)[:, : length - image_tokens]
+        ids_BT, images = trial_images(small.config, long_text_BT)
+    else:
+        ids_BT = ids_BT.repeat(1, multiple // ids_BT.shape[1])
+    length = ids_BT.shape[1]
+    positions_BT = torch.arange(length, device=ids_BT.device)[None]
+    if packing:
+        second = length - TRIAL_TOKENS_OF_SECOND_DOCUMENT
+        positions_BT = torch.where(positions_BT < second, positions_BT, positions_BT - second)
+    return TrialTokens(ids_BT, positions_BT, images=images)

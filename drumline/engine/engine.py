@@ -239,6 +239,16 @@ def sum_to_host(outs: list[dict[str, torch.Tensor]]) -> Sums:
     return dict(zip(sums, values, strict=True))
 
 
+def sum_without_model(micro_batches: Iterable[Any], objective: Any) -> Sums:
+    """Return what `Engine.evaluate` does for an objective that takes no outputs of a model."""
+    outs = []
+    with torch.no_grad():
+        for batch in micro_batches:
+            out = objective(None, batch)
+            outs.append({"loss": out.loss_sum, **out.sums})
+    return sum_to_host(outs)
+
+
 def extracting_objective(
     extract: Extract, extracted: list[torch.Tensor]
 ) -> Callable[[Any, Any], Any]:

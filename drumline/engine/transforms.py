@@ -431,6 +431,8 @@ def apply_compile(model: nn.Module, options: CompileConfig) -> None:
     """Compile each block in place, and the part of the cross-entropy that works on logits.
 
     `options` may switch off either. Names of parameters stay. Equal blocks share one compilation.
+    The blocks of a vision tower stay eager: how many patches they get, and how these divide into
+    images, is another number in each micro-batch.
     """
     if options.loss and not hasattr(losses._softmax_sums, "_torchdynamo_orig_callable"):
         # Dynamic shapes, because the last chunk of a batch is shorter.
@@ -438,7 +440,7 @@ def apply_compile(model: nn.Module, options: CompileConfig) -> None:
     if not options.enabled:
         return
     skip_side_effects_of_recomputation()
-    for block in blocks(model) or [model]:
+    for block in text_blocks(model) or [model]:
         is_cut = any(isinstance(parameter, DTensor) for parameter in block.parameters())
         is_checkpointed = getattr(block, "gradient_checkpointing", False)
         if is_cut and is_checkpointed:

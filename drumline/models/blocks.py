@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from drumline.errors import ModelError, PlanError
-from drumline.models.classes import reads_images
+from drumline.models.classes import is_vision_language, reads_images
 from drumline.plan.facts import COLUMN_PARALLEL, Position, Weight
 from drumline.vendor.torch import BatchNorm
 
@@ -103,7 +103,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 def text_blocks(model: Any) -> list[nn.Module]:
     """Return the blocks of a model without those of a vision tower, in its order."""
     config = getattr(model, "config", None)
-    if getattr(config, "vision_config", None) is None:
+    if getattr(config, "vision_config", None) is None or not is_vision_language(config):
         return blocks(model)
     return blocks(model.get_decoder())
 

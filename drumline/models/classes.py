@@ -175,10 +175,29 @@ def set_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
 
 def _switch_off_noise(config: Any) -> None:
     """Set what makes forwards of training differ in a config to 0: dropout, and what is like it."""
+    for key in _noise_of(config):
+        setattr(config, key, 0.0)
+
+
+def restore_noise(config: Any, original: Any) -> None:
+    """Give a config the dropout and other noise of another one of the same model.
+
+    `set_classes` switches it off to train embeddings. An exported config has it again.
+    """
+    pairs = ((config, original), (config.get_text_config(), original.get_text_config()))
+    for part, part_of_original in pairs:
+        for key, value in _noise_of(part_of_original).items():
+            setattr(part, key, value)
+
+
+def _noise_of(config: Any) -> dict[str, float]:
+    """Return the keys of a config that make forwards of training differ, with their values."""
+    noise = {}
     for key, value in config.to_dict().items():
         is_random = DROPOUT_KEYS.fullmatch(key) or NOISE_KEYS.fullmatch(key)
         if is_random and isinstance(value, int | float):
-            setattr(config, key, 0.0)
+            noise[key] = value
+    return noise
 
 
 def order_classes(config: Any, labels: tuple[str, ...]) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from drumline.models.classes import (
     is_seq2seq,
     is_vision_language,
     reads_images,
+    restore_noise,
 )
 from drumline.models.files import (
     OnProgress,
@@ -131,6 +132,8 @@ def export(
         if base is not None:
             adapters.save_adapter(model, temporary, _portable_name(source, base), source.revision)
         else:
+            if plan.config.head == "embedding":
+                restore_noise(model.config, load_config(plan.model_path, source))
             model.save_pretrained(temporary)
         _save_files_of_algorithm(plan, model, temporary)
         if value:

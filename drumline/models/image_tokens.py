@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from math import isqrt
@@ -43,6 +43,8 @@ class Vision(ABC):
         token_id: the token that a feature of an image replaces.
         mark_id: the token that the chat template writes for an image.
         max_pixels: a larger image is made smaller; None: the processor's own limit.
+        row_multiple: rows of a fixed width have a multiple of this many tokens, also with room for
+            the smallest image.
     """
 
     path: str
@@ -50,6 +52,7 @@ class Vision(ABC):
     token_id: int
     mark_id: int
     max_pixels: int | None = None
+    row_multiple: int = field(default=1, kw_only=True)
 
     # Whether each image of a row depends on how many there are, so that a row keeps all or none.
     counts_images: ClassVar[bool] = False

@@ -25,7 +25,8 @@ class SequencePart:
     keeps its queries. Forward and backward must run within the context `around`. `positions_BT`:
     the position ids of the whole sequences that were cut last, on which attention masks depend;
     None before the first cut. `active`: whether sequences are cut. It is False before the first
-    cut, as in the trials at build time.
+    cut, as in the trials at build time. `cuts_embeddings`: the model gets whole sequences and puts
+    the features of images into them, and only its decoder gets this part (`decoder_inputs`).
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class SequencePart:
         group: dist.ProcessGroup,
         folded: bool = False,
         around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        cuts_embeddings: bool = False,
     ) -> None:
         self.group = group
+        self.cuts_embeddings = cuts_embeddings
         self.index = dist.get_rank(group)
         self.parts = dist.get_world_size(group)
         # Its context replaces the attention of layers by one over all parts.
@@ -63,11 +66,40 @@ class SequencePart:
         self.positions_BT = batch.position_ids_BT
         self.mask_BT = getattr(batch, "attention_mask_BT", None)
         self.active = True
+        mask_BT = torch.ones_like(batch.input_ids_BT)
+        if self.cuts_embeddings:
+            return {**batch.inputs(), "attention_mask": mask_BT}
         return {
             "input_ids": self.cut(batch.input_ids_BT),
             "position_ids": self.cut(batch.position_ids_BT),
-            "attention_mask": torch.ones_like(batch.input_ids_BT),
+            "attention_mask": mask_BT,
         }
+
+    def decoder_inputs(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a decoder for this part, from those for whole sequences.
+
+        They are the arguments that the outer module of a vision-language model passes to its
+        decoder, with the features of images among the embeddings. Positions are [B, T], or
+        [axes, B, T] (M-RoPE).
+        """
+        part = dict(whole)
+        part["inputs_embeds"] = self.cut(whole["inputs_embeds"])
+        positions = whole["position_ids"]
+        if positions.ndim == 2:
+            part["position_ids"] = self.cut(positions)
+        else:
+            positions_BTA = positions.movedim(0, -1)
+            part["position_ids"] = self.cut(positions_BTA).movedim(-1, 0)
+        features_by_layer = whole.get("deepstack_visual_embeds")
+        if features_by_layer is not None:
+            # Qwen3-VL adds further features of the images to the hidden states of several layers.
+            is_image_BT = whole["visual_pos_masks"]
+            numbers_BT = is_image_BT.flatten().cumsum(0).view_as(is_image_BT) - 1
+            is_image_Bt = self.cut(is_image_BT)
+            own_numbers = self.cut(numbers_BT)[is_image_Bt]
+            part["visual_pos_masks"] = is_image_Bt
+            part["deepstack_visual_embeds"] = [each[own_numbers] for each in features_by_layer]
+        return part
 
     def cut(self, whole_BT: torch.Tensor) -> torch.Tensor:
         """Return this rank's part, [B, t, …], of [B, T, …]."""

@@ -133,6 +133,19 @@ def choose_by_facts(layout: Layout, facts: ModelFacts) -> Choice:
     return choose(layout, facts.head_dim, facts.caps_scores, has_own_scores, facts.needs_mask)
 
 
+def row_multiple(
+    cp: int, method: Literal["ulysses", "ring"], precision: str, device: Literal["cpu", "cuda"]
+) -> int:
+    """Return the number that the tokens of a row must be a multiple of, to divide over `cp` ranks."""
+    if cp == 1 or method == "ulysses":
+        return cp
+    # With two parts each, from both ends of the sequence, ranks have as much causal work.
+    parts = 2 * cp
+    if precision == "fp32" and device != "cpu":
+        return parts * RING_CHUNK
+    return parts
+
+
 def interface_name(kernel: Kernel, before: str) -> str:
     """Return the name under which a kernel is registered as transformers' attention interface.
 

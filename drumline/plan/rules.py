@@ -16,7 +16,7 @@ from drumline.config.config import Config
 from drumline.config.refusal import Refusal
 from drumline.config.rollouts import VLLMGenerator
 from drumline.plan.adapter_rules import refusals as adapter_refusals
-from drumline.plan.attention import RING_CHUNK
+from drumline.plan.attention import RING_CHUNK, row_multiple
 from drumline.plan.batch import nearest_multiples
 from drumline.plan.copies import copied_over
 from drumline.plan.facts import MULTIPLE, TP_STYLES, ModelFacts, has_chunkable_mlp, takes_fp8
@@ -177,9 +177,6 @@ def _images(case: Case) -> Iterator[Refusal]:
     if is_vision_language(case) and mesh.pp > 1:
         reason = "stages pass on hidden states alone, and a tower's features may be added in several blocks (DeepStack)"
         yield Refusal("images × pp", reason, "use strategy=fsdp2")
-    if is_vision_language(case) and mesh.cp > 1:
-        reason = "transformers inserts the features of all images by counting their positions in a whole row, and a rank has a part of it"
-        yield Refusal("images × cp", reason, "use strategy=fsdp2 with activation checkpointing")
     if images_alone and mesh.cp > 1:
         reason = "an image is one sample: its pixels become tokens inside of the model, so there is no sequence to cut"
         yield Refusal("cp × images", reason, "use strategy=ddp or fsdp2")
@@ -733,21 +730,21 @@ def _context_parallel(case: Case) -> Iterator[Refusal]:
 def _context_parallel_length(case: Case) -> Iterator[Refusal]:
     """Yield the refusal of a data.max_length that does not divide into parts for cp ranks."""
     length = case.config.data.max_length
-    parts = case.mesh.cp
+    cp = case.mesh.cp
+    multiple = row_multiple(cp, case.strategy.context_method(), case.precision, case.device)
+    parts = cp
     if _uses_ring_attention(case):
-        # With two parts each, from both ends of the sequence, ranks have as much causal work.
-        parts = 2 * case.mesh.cp
+        parts = 2 * cp
     reason = f"sequences of {length} tokens do not divide into {parts} parts"
-    if _uses_ring_attention(case) and case.precision == "fp32" and case.device != "cpu":
+    if multiple > parts:
         reason += (
             f" of a multiple of {RING_CHUNK} tokens, which the ring's kernel for fp32 requires"
         )
-        parts *= RING_CHUNK
-    if length % parts:
+    if length % multiple:
         yield Refusal(
             "cp × max_length",
             reason,
-            f"nearest: {nearest_multiples(length, parts)}",
+            f"nearest: {nearest_multiples(length, multiple)}",
             "data.max_length",
         )
 

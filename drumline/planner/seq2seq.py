@@ -38,6 +38,10 @@ def resolve_seq2seq(config: Config, hf_config: Any, note: Callable[[Iterable[str
     """
     algorithm = config.algorithm
     name = hf_config.model_type
+    if algorithm.head in ("text", "score") and is_encoder_decoder(hf_config):
+        what = f"{name} has an encoder and a decoder, which {algorithm.kind} does not train"
+        fix = "name an encoder such as BERT, or a language model of text"
+        raise ModelError(what, where="model", fix=fix)
     if algorithm.head not in WRITING:
         return config
     if not is_encoder_decoder(hf_config):

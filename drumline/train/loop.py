@@ -17,7 +17,7 @@ from drumline.algorithms.base import Algorithm
 from drumline.data.order import GlobalBatch
 from drumline.dist.reduce import PendingSums, SumReducer
 from drumline.dist.seeds import seed_step
-from drumline.engine.engine import DeviceSums, Engine
+from drumline.engine.engine import DeviceSums, Engine, sum_without_model
 from drumline.engine.norms import nonfinite_weight
 from drumline.errors import ConfigError, TrainingStopped
 from drumline.models.router import router_metrics
@@ -718,9 +718,7 @@ class Loop:
             own_sums: dict[str, float] = {}
             for batch in batches():
                 self._sync_signals_and_exit_if_any()
-                batch_sums = self.engine.evaluate(
-                    batch.micro_batches, self.algorithm.eval_objective
-                )
+                batch_sums = self._evaluate_batch(batch.micro_batches)
                 own_sums = _add_sums(own_sums, batch_sums)
                 samples += int((batch.sample_ids >= 0).sum())
             set_sums, _ = self.reducer(own_sums)
@@ -730,6 +728,13 @@ class Loop:
                     metrics_of_sets[f"{set_name}/{metric}"] = value
         metrics = self.algorithm.metrics(sums_of_all) | metrics_of_sets
         return Evaluation(metrics, samples, {})
+
+    def _evaluate_batch(self, micro_batches: Any) -> dict[str, float]:
+        """Return the sums of the held-out objective over micro-batches of this rank. Collective."""
+        objective = self.algorithm.eval_objective
+        if self.algorithm.evaluates_first_pass:
+            return sum_without_model(micro_batches, objective)
+        return self.engine.evaluate(micro_batches, objective)
 
     def save(self) -> None:
         """Save the current weights, with their metric if it is known. Collective."""

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from drumline.config.load import Loaded, load
 from drumline.data.cache import TokenCache
+from drumline.data.image_files import VIDEO_FILES
 from drumline.data.prepare import prepare
 from drumline.data.preview import NO_LIMIT, Piece, PreviewedRow, Reader, escape
 from drumline.data.samples import read_samples
@@ -74,7 +75,7 @@ FATES = {
     "whole": "",
 }
 # Columns of a sample's meta that are no columns of the user's row.
-INNER_COLUMNS = ("images", "grid", "origin")
+INNER_COLUMNS = ("images", "grid", VIDEO_FILES, "origin")
 # Ranges of a histogram, and the characters of its longest bar.
 BARS = 8
 BAR_WIDTH = 40

@@ -9,14 +9,18 @@ tested where there is no GPU.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.checkpoint_ranks import run
 from tests.harness import Sections
+from tests.tiny import tiny_vision_dir
 
 SIZES = {
     "hidden_size": 32,
@@ -60,6 +64,9 @@ KINDS: dict[str, Sections] = {
     "gpt2": {"model_type": "gpt2", **GPT2},
 }
 RING = ["llama", "qwen3, one head of keys"]
+# Image tokens of the rows of `batch_with_images`, each with the place of the first and the patches
+# in time, height and width.
+IMAGES = [[(13, (1, 4, 6)), (24, (1, 2, 2))], [(2, (1, 4, 4))]]
 
 
 def build(kind: str) -> Any:
@@ -72,27 +79,59 @@ def build(kind: str) -> Any:
 def made_batch(packed: bool) -> Any:
     """Two rows of 16. Packed: documents of 5 + 11 and 9 + 7, which cross the places where parts
     meet."""
+    return drawn_batch(16, ((5, 11), (9, 7)) if packed else ((16,), (16,)))
+
+
+def drawn_batch(width: int, lengths: tuple[tuple[int, ...], ...]) -> Any:
+    """A row for each of `lengths`, which are those of its documents."""
     from drumline.data.batches import TokenBatch, cumulative_lengths
 
     draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 64, (2, 16), generator=draw)
-    targets = torch.randint(3, 64, (2, 16), generator=draw)
+    ids = torch.randint(3, 64, (len(lengths), width), generator=draw)
+    targets = torch.randint(3, 64, (len(lengths), width), generator=draw)
     targets[0, 4] = -100
     targets[1, 8:] = -100
-    lengths: tuple[tuple[int, ...], ...] = ((16,), (16,))
-    positions = torch.arange(16).repeat(2, 1)
-    if packed:
-        lengths = ((5, 11), (9, 7))
-        positions[0, 5:] -= 5
-        positions[1, 9:] -= 9
+    positions = torch.stack([torch.cat([torch.arange(each) for each in row]) for row in lengths])
     learned = places_of_learned(targets)
     known: Sections = {
         "document_lengths": lengths,
-        "cu_seqlens_N": cumulative_lengths(lengths, 16),
+        "cu_seqlens_N": cumulative_lengths(lengths, width),
         "learned_M": learned,
         "learned_on_host_M": learned.numpy(),
     }
     return TokenBatch(ids, targets, positions, weight=len(learned), **known)
+
+
+def batch_with_images(model: Any, packed: bool) -> Any:
+    """Two rows of 32 with images. The first image lies where two parts meet. Packed: documents of
+    11 + 21 and 9 + 23."""
+    from drumline.config.model import ModelConfig
+    from drumline.data.batches import ImageInputs
+    from drumline.models.image_tokens import QwenVision
+
+    batch = drawn_batch(32, ((11, 21), (9, 23)) if packed else ((32,), (32,)))
+    vision = QwenVision.of_config("", ModelConfig(), model.config)
+    grids = []
+    for row, images in enumerate(IMAGES):
+        for first, grid in images:
+            batch.input_ids_BT[row, first : first + vision.tokens(grid)] = vision.token_id
+            grids.append(grid)
+    rope_3BT = torch.empty((3, 2, 32), dtype=torch.int64)
+    left = list(grids)
+    for row, lengths in enumerate(batch.document_lengths):
+        start = 0
+        for length in lengths:
+            document = slice(start, start + length)
+            positions = vision.positions(batch.input_ids_BT[row, document].numpy(), left)
+            assert positions is not None
+            rope_3BT[:, row, document] = torch.from_numpy(positions)
+            start += length
+    draw = np.random.default_rng(0)
+    pixels = []
+    for _, height, width in grids:
+        pixels.append(draw.standard_normal((height * width, vision.width), dtype=np.float32))
+    arguments = vision.arguments(pixels, grids, batch.input_ids_BT)
+    return replace(batch, images=ImageInputs(arguments, rope_3BT))
 
 
 def places_of_learned(targets: torch.Tensor) -> torch.Tensor:
@@ -128,6 +167,13 @@ def answers(
 def apart(kind: str, method: str, packed: bool, by_documents: bool = False) -> float:
     """The largest distance of anything from one process, relative; `by_documents`: from one under a
     mask."""
+    return distance(build(kind), made_batch(packed), method, packed, by_documents)
+
+
+def distance(
+    model: Any, batch: Any, method: str, packed: bool, by_documents: bool = False
+) -> float:
+    """See `apart`."""
     import contextlib
 
     from torch.distributed.device_mesh import init_device_mesh
@@ -137,10 +183,8 @@ def apart(kind: str, method: str, packed: bool, by_documents: bool = False) -> f
     from drumline.models.head import ForwardWithObjective
     from tests.unit.test_attention import layout
 
-    model = build(kind)
     whole = ForwardWithObjective(copy.deepcopy(model))
     parted = ForwardWithObjective(model)
-    batch = made_batch(packed)
     if by_documents:
         use_document_attention(parted.model, layout())
     loss, correct, gradients = answers(whole, batch, contextlib.nullcontext)
@@ -225,6 +269,23 @@ def all_apart(ring: bool) -> dict[str, float]:
     return distances
 
 
+def all_with_images(folder: str, ring: bool) -> dict[str, float]:
+    """The distances of a vision-language model, whose tower runs whole on each rank."""
+    from drumline.config.model import ModelConfig
+    from drumline.models.build import build_model
+
+    asked = [("ulysses", True), ("ulysses", False)]
+    if ring:
+        cpu_kernel_for_torchs_ring()
+        asked = [("ring", False)]
+    distances = {}
+    for method, packed in asked:
+        model = build_model(folder, ModelConfig(id=folder), seed=0)
+        batch = batch_with_images(model, packed)
+        distances[f"{method}, packed {packed}"] = distance(model, batch, method, packed)
+    return distances
+
+
 REFUSED: dict[str, Sections] = {
     "not go through transformers' attention interface": {
         "model_type": "bloom",
@@ -274,6 +335,15 @@ def all_near(results: list[dict[str, float]]) -> None:
     for distances in results:
         assert distances
         assert max(distances.values()) < 1e-5, distances
+
+
+@pytest.mark.parametrize(
+    "ring",
+    [pytest.param(False, id="ulysses"), pytest.param(True, id="ring", marks=pytest.mark.full)],
+)
+def test_rows_with_images_compute_what_one_process_does(tmp_path: Path, ring: bool) -> None:
+    folder = tiny_vision_dir(tmp_path / "model")
+    all_near(run(2, all_with_images, str(folder), ring, timeout=110))
 
 
 @pytest.mark.full

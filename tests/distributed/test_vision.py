@@ -85,6 +85,10 @@ WAYS = [
         "fsdp2, activations offloaded",
         {"strategy": "fsdp2", "memory": {"activation_offload": True}},
     ),
+    # Each rank runs the tower, and has a part of each row.
+    Way("cp", {"strategy": "cp"}, ("text apart", "packed")),
+    Way("fsdp2 x cp", {"strategy": {"kind": "fsdp2", "cp": 2}}, ("tower frozen",)),
+    Way("ddp, compiled", {"strategy": "ddp", "compile": {"enabled": True}}, ("text apart",)),
     # Without momentum or clipping, the mean of weights after one step is the weights after the mean
     # gradient.
     Way(
@@ -114,6 +118,9 @@ AGAIN = [
     ("zero2", "text apart"),
     ("fsdp2, activation checkpointing", "text apart"),
     ("fsdp2, activations offloaded", "text apart"),
+    ("cp", "text apart"),
+    ("fsdp2 x cp", "tower frozen"),
+    ("ddp, compiled", "text apart"),
     ("local SGD, averaged each step", "sgd"),
     ("zero3", "tower frozen"),
 ]

@@ -82,7 +82,10 @@ CASES: dict[str, Sections] = {
     },
     "tower adapted": {"adapter": {"kind": "lora", "r": 4, "targets": ["vision", "language"]}},
 }
-STRATEGIES = ("ddp", "fsdp2")
+# Context parallelism is of the model alone: it is asked of every family, and not of each kind of
+# pairs.
+PARTED = (*FAMILIES, "dpo", "tower adapted")
+STRATEGIES = ("ddp", "fsdp2", "cp")
 # The rest runs with --full: each family, each kind of pairs and each strategy has another that stays.
 STAY = (
     ("gemma3", "fsdp2"),
@@ -95,6 +98,7 @@ STAY = (
     ("reward", "fsdp2"),
     ("grpo", "fsdp2"),
     ("tower adapted", "fsdp2"),
+    ("qwen2_5_vl", "cp"),
 )
 
 
@@ -102,6 +106,8 @@ def pairs() -> list[Any]:
     found = []
     for case in CASES:
         for strategy in STRATEGIES:
+            if strategy == "cp" and case not in PARTED:
+                continue
             marks = [] if (case, strategy) in STAY else [pytest.mark.full]
             found.append(pytest.param(case, strategy, marks=marks))
     return found

@@ -115,7 +115,7 @@ def test_a_lora_run_exports_what_peft_lays_over(tmp_path: Path) -> None:
     ("overrides", "line"),
     [
         (["strategy=pp", "launch.nproc=2"], "images × pp"),
-        (["strategy=cp", "launch.nproc=2"], "images × cp"),
+        (["strategy={kind: cp, method: ring}", "launch.nproc=2"], "ring × CPU"),
         (["strategy=tp", "launch.nproc=2"], "tp × no plan"),
         (["strategy=dp"], "images × dp"),
         (

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig
 
 from drumline.algorithms.rerank.objective import (
     Rerank,
@@ -19,9 +20,10 @@ from drumline.algorithms.rerank.spec import RerankConfig
 from drumline.config.data import DataConfig
 from drumline.data.retrieval import CandidateRowEncoder
 from drumline.data.sources import Row
-from drumline.errors import DataError, PlanError
+from drumline.errors import DataError, ModelError, PlanError
 from drumline.models.head import Outputs
 from drumline.plan.rules import check_rules
+from drumline.planner.seq2seq import resolve_seq2seq
 from tests.tiny import tiny_tokenizer
 from tests.unit.test_embed import case
 
@@ -129,6 +131,17 @@ def test_rows_without_negatives_teach_nothing() -> None:
     # Nor is there anything to rank.
     with pytest.raises(DataError, match="none of the 2 held-out rows has a negative"):
         spec.classes(Cache(), [Cache()])
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_models_with_an_encoder_and_a_decoder_are_refused(kind: str) -> None:
+    """Before data are prepared. transformers has classifiers of them, which read a row twice."""
+    config = case("single", 1, algorithm={"kind": "rerank"}).config
+    with pytest.raises(ModelError) as error:
+        resolve_seq2seq(config, AutoConfig.for_model(kind), list)
+    line = error.value.line()
+    assert f"{kind} has an encoder and a decoder, which rerank does not train" in line
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize("strategy", ["pp", "cp"])

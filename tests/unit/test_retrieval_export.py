@@ -29,6 +29,8 @@ from tests.harness import Sections, retrieval_rows, write_config
 from tests.plans import resolve_plan
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
+# Another than BERT's usual one.
+DROPOUT = 0.25
 BERT = {
     "model_type": "bert",
     "hidden_size": 32,
@@ -36,6 +38,7 @@ BERT = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "vocab_size": 320,
+    "hidden_dropout_prob": DROPOUT,
 }
 HELD_OUT = 6
 RERANK = {"kind": "rerank", "negatives": 2}
@@ -184,6 +187,17 @@ def test_the_files_of_an_embedding_model_say_how_it_embeds(embedder: Embedder) -
     assert files.normalizes
     assert files.prompts == {"query": "q: ", "document": "d: "}
     assert not files.other_modules
+
+
+def test_the_exported_config_has_the_dropout_of_the_model(tmp_path: Path) -> None:
+    """Training embeds each text twice, without dropout; whoever trains on has the model's own."""
+    plan, model = make_run(tmp_path, "bert", EMBED)
+    assert model.config.hidden_dropout_prob == 0
+
+    export(Path(plan.run_dir), tmp_path / "out", "last")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["hidden_dropout_prob"] == DROPOUT
+    assert config["attention_probs_dropout_prob"] == 0.1
 
 
 def test_sentence_transformers_gives_the_embeddings(embedder: Embedder) -> None:

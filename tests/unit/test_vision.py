@@ -26,10 +26,10 @@ from drumline.data.cache import TokenCache
 from drumline.data.image_files import resolve_image_path
 from drumline.data.image_rows import cut_between_images as cut_images
 from drumline.data.image_rows import expand_marks, place_images
-from drumline.data.images import collate_vision, images_of_segments
+from drumline.data.images import collate_vision, has_changed_videos, images_of_segments
 from drumline.data.sources import Row, read_rows
 from drumline.data.targets import TokenSegment
-from drumline.data.video_files import choose_frames
+from drumline.data.video_files import choose_frames, video_state
 from drumline.engine.offload import ActivationOffload
 from drumline.engine.transforms import apply_activation_checkpointing, apply_mlp_chunks
 from drumline.errors import DataError, EnvironmentFault, ModelError, PlanError, UserError
@@ -318,7 +318,7 @@ def test_images_of_the_segments_of_a_sample() -> None:
 def placed(folder: Path, **values: Any) -> tuple[list[Any], list[str]]:
     """Return the contents of a row's turns, and the names of its images."""
     row = next(read_rows_of(folder, values))
-    found, paths = place_images(row, folder)
+    found, paths, _ = place_images(row, folder)
     contents = []
 
     for key in ("messages", "prompt", "completion"):
@@ -432,6 +432,53 @@ def test_a_video_file_is_decoded_or_says_what_is_missing(
     assert len({(tmp_path / "images" / name).read_bytes() for name in names}) == 8
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_video_that_changes_is_prepared_again(
+    vision: Vision, tmp_path: Path, packing: bool
+) -> None:
+    write_images(tmp_path, 3)
+    row = {"prompt": "<video>what?", "completion": "a clip", "videos": ["images"]}
+    write_rows(tmp_path / "rows.jsonl", [row, {"prompt": "a", "completion": "b"}])
+    before = cache_of(tmp_path, vision, packing=packing)
+    frames = images_of_cache(before)
+
+    assert len(frames) == 3
+    assert not has_changed_videos(before)
+    assert cache_of(tmp_path, vision, packing=packing).folder == before.folder
+
+    Path(frames[0]).unlink()
+
+    assert has_changed_videos(before)
+
+    after = cache_of(tmp_path, vision, packing=packing)
+
+    assert not has_changed_videos(after)
+    assert images_of_cache(after) == frames[1:]
+
+
+def images_of_cache(cache: TokenCache) -> list[str]:
+    found: list[str] = []
+
+    for sample in range(len(cache)):
+        found += cache.meta(sample).get("images", ())
+
+    return found
+
+
+def test_the_state_of_a_video_file(tmp_path: Path) -> None:
+    """Its frames were written when it was read, so they do not change with it."""
+    file = tmp_path / "clip.mp4"
+    file.write_bytes(b"one")
+    state = video_state(file)
+    file.write_bytes(b"other")
+
+    assert video_state(file) != state
+
+    file.unlink()
+
+    assert video_state(file) == ""
+
+
 def data_url(data: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
@@ -475,7 +522,7 @@ def test_images_that_rows_hold(tmp_path: Path, folder: Path) -> None:
     def first_content(row: dict[str, Any]) -> Any:
         Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
         (found,) = read_rows(FileSource(path="rows.parquet"), tmp_path)
-        shown, (path,) = place_images(found, tmp_path)
+        shown, (path,), _ = place_images(found, tmp_path)
 
         assert Path(path).read_bytes() == data
 

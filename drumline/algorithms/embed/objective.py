@@ -27,6 +27,8 @@ from drumline.algorithms.embed.spec import STATISTICS, EmbedConfig
 class Embed(Algorithm):
     """InfoNCE over the global batch, with GradCache."""
 
+    evaluates_first_pass = True
+
     def __init__(self, spec: EmbedConfig) -> None:
         self.spec = spec
         self.texts = spec.rows_per_sample

@@ -557,7 +557,8 @@ def _token_activations(
         saved += state_bytes * states
     # With offloading, blocks of the tower are on the device while those of the text are not.
     if model_part.first and not activations.offloaded:
-        saved += _tower_activations(layout, facts, tokens)
+        # Each rank of context parallelism runs the tower on all images of a row.
+        saved += _tower_activations(layout, facts, tokens * layout.mesh.cp)
     return _RankActivations(
         saved=saved,
         saved_by_block=tokens * activations.saved_block,

@@ -575,6 +575,9 @@ def context(volume: CommunicationVolume, layout: Layout, facts: ModelFacts, head
         return
     micro_batches = layout.batch.accumulation
     blocks = len(facts.block_weights)
+    if facts.vision_language:
+        # Blocks of the tower are not cut: each rank runs them on all images.
+        blocks = facts.layers
     tokens = layout.rows * layout.max_length / ranks * micro_batches
     # Of one head.
     head_entries = tokens * facts.head_dim
