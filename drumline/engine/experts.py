@@ -126,8 +126,11 @@ def apply_experts(module: Any, ranks: ExpertRanks) -> None:
         inputs_AD = rows_AD
         expert_A1 = expert_A[:, None]
         if rows == 0:
-            # Without rows one row of zeros is computed, since the weights must be in the graph.
-            inputs_AD = rows_AD.new_zeros(1, rows_AD.shape[1])
+            # Without rows one row of zeros is computed, since the weights must be in the graph. So
+            # must the rows, though there are none: they come from an exchange, whose backward is
+            # one as well, and the other ranks wait in it for this one.
+            zeros_1D = rows_AD.new_zeros(1, rows_AD.shape[1])
+            inputs_AD = torch.cat([rows_AD, zeros_1D])
             expert_A1 = expert_A.new_zeros(1, 1)
         out: Tensor = compute(inputs_AD, expert_A1, inputs_AD.new_ones(expert_A1.shape))
         return out[:rows]

@@ -34,7 +34,7 @@ from drumline.engine.strategies.fsdp2.transform import apply_fsdp2
 from drumline.engine.tensor_parallel import apply_tp
 from drumline.models.adapters import inject
 from drumline.models.head import ForwardWithObjective
-from drumline.models.router_load import router_load_of
+from drumline.models.router_load import BIAS, router_load_of
 from tests.checkpoint_ranks import run
 from tests.unit.test_router import OBJECTIVE
 from tests.unit.test_router_load import DOCUMENTS, TOKENS, mixture
@@ -60,23 +60,29 @@ LAYOUTS = {
     "ep 2 x tp 2, whole stream": Layout(Mesh(ep=2, tp=2)),
     "fsdp2, ep 2 x tp 2": Layout(Mesh(ep=2, tp=2), cuts_tokens=True, is_sharded=True),
 }
-# The last is not cut by tokens: it is not proven there.
-KINDS = ("mixtral", "qwen3_moe, lora", "deepseek_v3")
+IDLE = "deepseek_v3, idle"
+KINDS = ("mixtral", "qwen3_moe, lora", "deepseek_v3", IDLE)
 PAIRS = []
 for kind in KINDS:
     for name, layout in LAYOUTS.items():
-        if kind != "deepseek_v3" or not layout.cuts_tokens:
+        # It is not proven there that its tokens can be cut.
+        if not kind.startswith("deepseek_v3") or not layout.cuts_tokens:
             PAIRS.append(f"{kind}: {name}")
 
 
 def built(kind: str, layout: Layout) -> Any:
-    architecture, _, adapter = kind.partition(", ")
+    architecture, _, change = kind.partition(", ")
     options: dict[str, Any] = {}
     if layout.cuts_tokens:
         # The router loss needs all tokens of a document on one rank.
         options["output_router_logits"] = False
     model = mixture(architecture, **options)
-    if adapter:
+    if kind == IDLE:
+        # No token chooses the first two experts: the ranks that hold them get no rows.
+        for name, bias in model.named_buffers():
+            if name.endswith(BIAS):
+                bias[:2] = -10
+    if change == "lora":
         inject(model, LoRAConfig(kind="lora", r=4, targets="all-linear"), seed=5)
         draw = torch.Generator().manual_seed(4)
         for name, parameter in model.named_parameters():
