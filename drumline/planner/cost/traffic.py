@@ -629,6 +629,11 @@ def context(volume: CommunicationVolume, layout: Layout, facts: ModelFacts, head
         sent = hops * head_entries * 2 * heads * bytes_per_entry
         volume.add("p2p", sent, ranks, "cp", passes * micro_batches)
     _context_outputs(volume, layout, tokens, head, facts.hidden)
+    if facts.trains_router:
+        # The router loss needs whole documents: the router's logits are gathered, layer by layer.
+        layers = _layers_with_experts(facts)
+        logits = bytes_per_entry * tokens * facts.experts * layers
+        volume.add("all_gather", logits, ranks, "cp", layers * micro_batches)
 
 
 def _context_outputs(
