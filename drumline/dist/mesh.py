@@ -11,6 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from drumline.config.mesh import DIMENSIONS, GROUP_BESIDE_STEPS, Mesh
 from drumline.dist.timeouts import apply_timeout_to_groups, limit_between_steps
 
+# Names of the dimension that `mesh_of_experts` has.
+EXPERT_DIMENSIONS = frozenset({"ep", "ep_tp"})
+
 
 def device_mesh(mesh: Mesh, device: str) -> DeviceMesh:
     """Return the device mesh of a plan, with all dimensions of `config.mesh.DIMENSIONS` by name.
@@ -50,8 +53,24 @@ def data_mesh(whole: DeviceMesh) -> DeviceMesh:
     shard together with the data ranks. So do ranks that hold different experts (ep); the experts
     are sharded over `expert_mesh`. Collective.
     """
+    return _sharding_mesh(whole, ("ep", "cp"))
+
+
+def expert_mesh(whole: DeviceMesh) -> DeviceMesh:
+    """Return the mesh over which FSDP2 shards a rank's experts: the ranks with the same experts.
+
+    Its dimensions are those of `data_mesh`, without ep. Collective.
+    """
+    return _sharding_mesh(whole, ("cp",))
+
+
+def _sharding_mesh(whole: DeviceMesh, more: tuple[str, ...]) -> DeviceMesh:
+    """Return the mesh (shard,) or (replicate, shard), whose shard spans more dimensions. Collective.
+
+    `more`: names of the further dimensions. Those of size one are left out.
+    """
     names = ["shard"]
-    for name in ("ep", "cp"):
+    for name in more:
         if whole[name].size() > 1:
             names.append(name)
     if len(names) > 1:
@@ -63,11 +82,15 @@ def data_mesh(whole: DeviceMesh) -> DeviceMesh:
     return whole["replicate", shard.mesh_dim_names[0]]  # type: ignore[index]
 
 
-def expert_mesh(whole: DeviceMesh) -> DeviceMesh:
-    """Return the mesh over which FSDP2 shards a rank's experts: the ranks with the same experts."""
-    if whole["replicate"].size() == 1:
-        return whole["shard"]
-    return whole["replicate", "shard"]
+def mesh_of_experts(whole: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of one dimension over which the experts of a layer are cut. Collective.
+
+    It is ep. With tensor parallelism it spans tp as well, so its ranks are those of tp within those
+    of ep. The name of its dimension is one of EXPERT_DIMENSIONS.
+    """
+    if whole["tp"].size() == 1:
+        return whole["ep"]
+    return _flatten(whole["ep", "tp"], "ep_tp")
 
 
 def first_row(rows: int, over: DeviceMesh) -> int:
@@ -85,6 +108,17 @@ def gradient_group(whole: DeviceMesh) -> dist.ProcessGroup:
     It spans the dimensions replicate, shard, ep and cp.
     """
     return _flatten(whole["replicate", "shard", "ep", "cp"], "gradients").get_group()
+
+
+def expert_gradient_group(whole: DeviceMesh) -> dist.ProcessGroup:
+    """Return the group of ranks that hold the same experts and see different tokens. Collective.
+
+    It spans the dimensions replicate, shard and cp.
+    """
+    if whole["shard"].size() * whole["cp"].size() == 1:
+        # A group of its own would take memory on every GPU.
+        return whole["replicate"].get_group()
+    return _flatten(whole["replicate", "shard", "cp"], "expert_gradients").get_group()
 
 
 def _flatten(part: DeviceMesh, name: str) -> DeviceMesh:

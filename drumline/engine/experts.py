@@ -1,20 +1,31 @@
 """Expert parallelism: each rank holds some whole experts of a mixture.
 
 The experts of a layer are one module with weights of shape [experts, …], which is cut along that
-dimension. There are two cases:
+dimension. What a rank does with the choices of its tokens depends on who else has these tokens:
 
-- The ranks see different tokens (`ep`, or `tp` with sequence parallelism). An all-to-all sends
+- The ranks have different tokens (`ep`, or `tp` with sequence parallelism). An all-to-all sends
   each choice of a token to the rank of its expert, and another one returns what the expert has
   computed (GShard, Lepikhin et al. 2021).
-- The ranks see the same tokens (`tp`). Each computes the choices of its own experts, and the
+- The ranks have the same tokens (`tp`). Each computes the choices of its own experts, and the
   results are summed.
+
+With `ep` and `tp` together the experts are cut over the ranks of both, E / (ep · tp) each, so that
+no expert lies on two ranks of a model and nobody computes a choice twice. With sequence parallelism
+all these ranks have different tokens: one exchange among them all. Without it a tp rank sends the
+choices of the experts that lie on the ranks with its own index in tp, to the data ranks of these,
+and the results are summed over tp. Experts that tp does not cut would need no such sum, but each
+tp rank would hold and update them all, or compute the choices of all the others again.
+
+With context parallelism (`cp`) a rank has a part of each row, and its exchange is about these
+tokens alone. The ranks of a cp group have the same experts, as data ranks outside of ep do.
 
 An expert's rows are computed by the forward of the module's own class in transformers: by grouped
 products if these run, otherwise in a loop. Adapters over experts (models.adapted_experts) keep
 their factors by expert, which are cut in the same way.
 
-Shapes: N tokens of a rank, k experts chosen for each, S = N·k choices that the rank sends, A rows
-that its experts compute, R ranks, E experts, D the size of hidden states.
+Shapes: N tokens of a rank, k experts chosen for each, S choices that the rank sends (N·k, unless
+ranks have the same tokens), A rows that its experts compute, R ranks, E experts, D the size of
+hidden states.
 """
 
 from __future__ import annotations
@@ -28,6 +39,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from drumline.dist.mesh import EXPERT_DIMENSIONS, mesh_of_experts
 from drumline.models.blocks import expert_holders, expert_modules, find_base_layer
 from drumline.models.containers import product_dtype
 from drumline.models.packed import packings_of
@@ -35,39 +47,66 @@ from drumline.models.router import count_choices
 from drumline.vendor.torch import all_to_all_single_autograd
 
 
-def apply_expert_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut all experts of a model over the data ranks of `mesh` (one dimension), in place."""
+class ExpertRanks(NamedTuple):
+    """How the experts of each layer lie on ranks, and which of these have the same tokens.
+
+    `mesh`: of one dimension, over which experts are cut. Rank i of it holds the experts from
+    i · E / size on. `exchanged_over`: the ranks with different tokens, among which choices are
+    exchanged; None if there are none. `shared_over`: the ranks with the same tokens, which are
+    neighbours in `mesh`; None if there are none. `data_ranks`: how many of the ranks are data
+    ranks, over which gradients are averaged.
+    """
+
+    mesh: DeviceMesh
+    exchanged_over: DeviceMesh | None
+    shared_over: DeviceMesh | None
+    data_ranks: int
+
+
+def expert_ranks(world_mesh: DeviceMesh, cuts_tokens: bool) -> ExpertRanks:
+    """Return how experts are cut over the ranks of ep, and over those of tp within them. Collective.
+
+    `cuts_tokens`: whether each rank of tp has a part of the tokens (sequence parallelism).
+    """
+    mesh = mesh_of_experts(world_mesh)
+    data_ranks = world_mesh["ep"].size()
+    if cuts_tokens or world_mesh["tp"].size() == 1:
+        return ExpertRanks(mesh, mesh, None, data_ranks)
+    return ExpertRanks(mesh, world_mesh["ep"], world_mesh["tp"], data_ranks)
+
+
+def expert_ranks_of_tp(mesh: DeviceMesh, cuts_tokens: bool) -> ExpertRanks:
+    """Return how experts are cut over the ranks of tp alone. `cuts_tokens`: as of `expert_ranks`."""
+    if cuts_tokens:
+        return ExpertRanks(mesh, mesh, None, data_ranks=1)
+    return ExpertRanks(mesh, None, mesh, data_ranks=1)
+
+
+def apply_expert_parallelism(model: nn.Module, ranks: ExpertRanks) -> None:
+    """Cut all experts of a model over data ranks, and over those of tp if `ranks` has these too."""
     for name in expert_modules(model):
         module = model.get_submodule(name)
-        apply_experts(module, mesh, shares_tokens=False, averaged_over=mesh.size())
+        apply_experts(module, ranks)
         # The number of rows that come to a rank changes in each step, and the host has to know it.
         # So the experts are not compiled, and a compiled block has two graphs: one before its
         # experts and one behind them.
         module.forward = torch.compiler.disable(module.forward)
 
 
-def apply_experts(
-    module: Any, mesh: DeviceMesh, shares_tokens: bool, averaged_over: int = 1
-) -> None:
-    """Cut the experts of a module evenly over the ranks of `mesh` (one dimension), in place.
+def apply_experts(module: Any, ranks: ExpertRanks) -> None:
+    """Cut the experts of a module evenly over ranks, in place.
 
-    Args:
-        module: One of `expert_modules`, with the adapters around the experts if there are any.
-        mesh: The ranks.
-        shares_tokens: Whether all ranks have the same tokens.
-        averaged_over: What gradients are divided by. The gradient of an expert is a sum over all
-            ranks that send tokens to it. Gradients of data ranks are averaged, so if these ranks
-            are data ranks, the sum has to be divided by their number.
+    `module`: one of `expert_modules`, with the adapters around the experts if there are any.
+
+    An expert's gradient is a sum over all ranks that send tokens to it. Over data ranks gradients
+    are averaged, so it is divided by their number.
     """
+    averaged_over = ranks.data_ranks
     base = find_base_layer(module)
-    experts_per_rank = base.num_experts // mesh.size()
+    experts_per_rank = base.num_experts // ranks.mesh.size()
     holders = expert_holders(module)
     for holder in holders:
-        for name, whole in list(holder._parameters.items()):
-            placed = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-            holder.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
-        for packing in packings_of(holder).values():
-            packing.cut_experts(mesh.get_local_rank(), mesh.size())
+        _cut_tensors(holder, ranks.mesh)
     base.num_experts = experts_per_rank
 
     def local_part(weight: Any) -> Tensor:
@@ -88,13 +127,16 @@ def apply_experts(
         inputs_AD = rows_AD
         expert_A1 = expert_A[:, None]
         if rows == 0:
-            # Compute one row of zeros: the weights must be in the graph to get a gradient.
-            inputs_AD = rows_AD.new_zeros(1, rows_AD.shape[1])
+            # Without rows one row of zeros is computed, since the weights must be in the graph. So
+            # must the rows, though there are none: they come from an exchange, whose backward is
+            # one as well, and the other ranks wait in it for this one.
+            zeros_1D = rows_AD.new_zeros(1, rows_AD.shape[1])
+            inputs_AD = torch.cat([rows_AD, zeros_1D])
             expert_A1 = expert_A.new_zeros(1, 1)
         out: Tensor = compute(inputs_AD, expert_A1, inputs_AD.new_ones(expert_A1.shape))
         return out[:rows]
 
-    local_experts = _LocalExperts(run, mesh, experts_per_rank)
+    local_experts = _LocalExperts(run, ranks, experts_per_rank)
 
     def forward(hidden_ND: Tensor, chosen_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
         """Return the weighted sums of the chosen experts' outputs, float[N, D].
@@ -102,14 +144,22 @@ def apply_experts(
         `chosen_Nk`: the indices of the experts that the router has chosen. `weights_Nk`: their
         weights.
         """
-        if shares_tokens:
-            out_ND = local_experts.run_on_shared_tokens(hidden_ND, chosen_Nk, weights_Nk)
+        if ranks.shared_over is None:
+            out_ND = local_experts.exchange_tokens(hidden_ND, chosen_Nk, weights_Nk)
         else:
-            load_E = count_choices(chosen_Nk, experts_per_rank * mesh.size())
-            out_ND = local_experts.exchange_tokens(hidden_ND, chosen_Nk, weights_Nk, load_E)
+            out_ND = local_experts.run_on_shared_tokens(hidden_ND, chosen_Nk, weights_Nk)
         return out_ND.to(hidden_ND.dtype)
 
     module.forward = forward
+
+
+def _cut_tensors(holder: nn.Module, mesh: DeviceMesh) -> None:
+    """Leave this rank's experts of the tensors that a module itself holds."""
+    for name, whole in list(holder._parameters.items()):
+        placed = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        holder.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
+    for packing in packings_of(holder).values():
+        packing.cut_experts(mesh.get_local_rank(), mesh.size())
 
 
 def cast_experts_under_autocast(model: nn.Module) -> None:
@@ -132,11 +182,11 @@ def _cast_for_products(weight: Tensor) -> Tensor:
 
 
 def is_expert_shard(parameter: Any) -> bool:
-    """Return whether a parameter holds some of a layer's experts: it is cut over the axis `ep`."""
+    """Return whether a parameter holds some of a layer's experts, cut over data ranks."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
-    return "ep" in names
+    return not EXPERT_DIMENSIONS.isdisjoint(names)
 
 
 def cut_expert_layers(model: nn.Module) -> list[nn.Module]:
@@ -164,28 +214,35 @@ class _LocalExperts(NamedTuple):
     """
 
     run: Callable[[Tensor, Tensor], Tensor]
-    mesh: DeviceMesh
+    ranks: ExpertRanks
     per_rank: int
 
-    def exchange_tokens(
-        self, hidden_ND: Tensor, chosen_Nk: Tensor, weights_Nk: Tensor, load_E: Tensor
-    ) -> Tensor:
-        """Send each choice to the rank of its expert, and return the weighted sums, float[N, D].
+    @property
+    def experts(self) -> int:
+        """How many experts the layer has."""
+        return self.per_rank * self.ranks.mesh.size()
 
-        Choices are sorted by expert, and so by rank. The numbers of rows alone tell each rank which
-        row belongs to which of its experts.
-
-        Args:
-            hidden_ND: The tokens of this rank.
-            chosen_Nk: The experts that the router has chosen for each token.
-            weights_Nk: Their weights.
-            load_E: How many choices of this rank fall on each expert.
-        """
-        group = self.mesh.get_group()
-        ranks = self.mesh.size()
+    def exchange_tokens(self, hidden_ND: Tensor, chosen_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
+        """Send each choice to the rank of its expert, and return the weighted sums, float[N, D]."""
         experts_per_token = chosen_Nk.shape[1]
+        load_E = count_choices(chosen_Nk, self.experts)
         order_S = chosen_Nk.flatten().argsort(stable=True)
-        sent_RE = load_E.view(ranks, self.per_rank)
+        sent_SD = hidden_ND[order_S // experts_per_token]
+        returned_SD = self._run_where_experts_are(sent_SD, load_E.view(-1, self.per_rank))
+        # Choice → its row in the order by experts: the inverse of the sort.
+        row_S = torch.empty_like(order_S)
+        row_S[order_S] = torch.arange(len(order_S), device=order_S.device)
+        by_choice_NkD = returned_SD[row_S].unflatten(0, chosen_Nk.shape)
+        return (by_choice_NkD * weights_Nk[..., None]).sum(1)
+
+    def _run_where_experts_are(self, sent_SD: Tensor, sent_RE: Tensor) -> Tensor:
+        """Send rows to the ranks of their experts, and return the outputs in the same order.
+
+        `sent_SD`: sorted by expert, and so by rank. The numbers of rows alone tell each rank which
+        row belongs to which of its experts. `sent_RE`: how many go to each expert of each rank.
+        """
+        assert self.ranks.exchanged_over is not None
+        group = self.ranks.exchanged_over.get_group()
         arriving_RE = torch.empty_like(sent_RE)
         dist.all_to_all_single(arriving_RE, sent_RE, group=group)
         # Here the host waits for the device. It has to know how many rows come, to make room for
@@ -197,44 +254,54 @@ class _LocalExperts(NamedTuple):
         # four times in a backward: they multiply expert by expert, and the host reads the bounds.
         rows_each_way = torch.stack([sent_RE.sum(1), arriving_RE.sum(1)])
         sends, arrives = rows_each_way.tolist()
-        sent_SD = hidden_ND[order_S // experts_per_token]
         rows_AD = all_to_all_single_autograd(sent_SD, arrives, sends, group)
         # Rows arrive rank by rank, and from each rank sorted by expert.
-        local_experts = torch.arange(self.per_rank, device=order_S.device).repeat(ranks)
+        local_experts = torch.arange(self.per_rank, device=sent_RE.device).repeat(len(sends))
         expert_A = local_experts.repeat_interleave(arriving_RE.flatten(), output_size=sum(arrives))
         computed_AD = self.run(rows_AD, expert_A)
-        returned_SD = all_to_all_single_autograd(computed_AD, sends, arrives, group)
-        # For each choice its row among those sorted by expert: the inverse of the sort.
-        row_S = torch.empty_like(order_S)
-        row_S[order_S] = torch.arange(len(order_S), device=order_S.device)
-        by_choice_NkD = returned_SD[row_S].unflatten(0, chosen_Nk.shape)
-        return (by_choice_NkD * weights_Nk[..., None]).sum(1)
+        returned_SD: Tensor = all_to_all_single_autograd(computed_AD, sends, arrives, group)
+        return returned_SD
 
     def run_on_shared_tokens(
         self, hidden_ND: Tensor, chosen_Nk: Tensor, weights_Nk: Tensor
     ) -> Tensor:
-        """Run this rank's experts on their choices, and return the ranks' sums, float[N, D].
+        """Return the weighted sums, float[N, D], where other ranks have the same tokens.
 
-        The gradients of tokens and weights are summed over the ranks, too.
+        Each of these ranks sees to some of the choices, and what they find is summed over them. So
+        are the gradients of tokens and weights.
         """
+        sharing = self.ranks.shared_over
+        assert sharing is not None
         hidden_ND = self._with_summed_gradient(hidden_ND)
         weights_Nk = self._with_summed_gradient(weights_Nk)
-        # The host waits for how many choices fall on this rank, which decides how many rows its
-        # experts compute.
-        is_local_Nk = chosen_Nk // self.per_rank == self.mesh.get_local_rank()
-        token_A, choice_A = is_local_Nk.nonzero(as_tuple=True)
-        expert_A = chosen_Nk[token_A, choice_A] % self.per_rank
-        computed_AD = self.run(hidden_ND[token_A], expert_A)
-        weighted_AD = computed_AD * weights_Nk[token_A, choice_A, None]
+        # The host waits for how many choices fall to this rank, which decides how many rows it
+        # sends, or its experts compute.
+        is_own_Nk = chosen_Nk // self.per_rank % sharing.size() == sharing.get_local_rank()
+        token_S, choice_S = is_own_Nk.nonzero(as_tuple=True)
+        expert_S = chosen_Nk[token_S, choice_S]
+        if self.ranks.exchanged_over is None:
+            computed_SD = self.run(hidden_ND[token_S], expert_S % self.per_rank)
+        else:
+            order_S = expert_S.argsort(stable=True)
+            token_S = token_S[order_S]
+            choice_S = choice_S[order_S]
+            load_E = count_choices(expert_S, self.experts)
+            # Only experts with this rank's index among those that share tokens have choices.
+            load_by_ranks = load_E.view(-1, sharing.size(), self.per_rank)
+            sent_RE = load_by_ranks[:, sharing.get_local_rank()].contiguous()
+            computed_SD = self._run_where_experts_are(hidden_ND[token_S], sent_RE)
+        weighted_SD = computed_SD * weights_Nk[token_S, choice_S, None]
         part_ND = torch.zeros_like(hidden_ND)
-        part_ND = part_ND.index_add(0, token_A, weighted_AD.to(hidden_ND.dtype))
-        placed = DTensor.from_local(part_ND, self.mesh, [Partial()], run_check=False)
+        part_ND = part_ND.index_add(0, token_S, weighted_SD.to(hidden_ND.dtype))
+        placed = DTensor.from_local(part_ND, sharing, [Partial()], run_check=False)
         summed = placed.redistribute(placements=[Replicate()])
         return summed.to_local()
 
     def _with_summed_gradient(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that all ranks have alike, with its gradient summed over the ranks."""
-        placed = DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
+        """Return a tensor that ranks share, with its gradient summed over them."""
+        sharing = self.ranks.shared_over
+        assert sharing is not None
+        placed = DTensor.from_local(tensor, sharing, [Replicate()], run_check=False)
         return placed.to_local(grad_placements=[Partial()])
 
 

@@ -12,12 +12,13 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from drumline.dist.copies import AsyncHostCopy
-from drumline.dist.mesh import device_mesh, gradient_group
+from drumline.dist.mesh import device_mesh, expert_gradient_group, gradient_group
 from drumline.dist.seeds import derive
 from drumline.engine.bf16_adamw import BFloat16AdamW
 from drumline.engine.compress import compress_ddp
@@ -37,7 +38,7 @@ from drumline.engine.engine import (
     sum_on_device,
     sum_to_host,
 )
-from drumline.engine.experts import apply_expert_parallelism, cast_experts_under_autocast
+from drumline.engine.experts import cast_experts_under_autocast
 from drumline.engine.fp8 import apply_fp8, compute_gather_scales
 from drumline.engine.norms import CLIP_EPSILON, LossScale, global_norm, local, total_norm
 from drumline.engine.optimizer import (
@@ -56,7 +57,7 @@ from drumline.engine.optimizer import (
 )
 from drumline.engine.per_parameter import OptimizerInBackward, OptimizerOnHost
 from drumline.engine.sharded_optimizer import ShardedOptimizerWrapper
-from drumline.engine.tensor_parallel import apply_tp
+from drumline.engine.tensor_parallel import apply_tensor_and_expert_parallelism
 from drumline.engine.transforms import (
     RunningStatistics,
     agree_on_statistics,
@@ -158,14 +159,8 @@ def _apply_to_layers(
     if not is_user_module and autocast_dtype(plan, casts_weights) is not None:
         cast_experts_under_autocast(model)
     # A stage of a pipeline may have no layer that is cut.
-    if plan.mesh.tp > 1 and (plan.mesh.pp == 1 or tensor_plan(model)):
-        assert mesh is not None
-        is_sequence_parallel = plan.stream_parts > 1
-        keeps_parts = plan.activation_checkpointing == "none"
-        apply_tp(model, mesh["tp"], is_sequence_parallel, keeps_parts)
-    if plan.mesh.ep > 1:
-        assert mesh is not None
-        apply_expert_parallelism(model, mesh["ep"])
+    if plan.mesh.pp == 1 or tensor_plan(model):
+        apply_tensor_and_expert_parallelism(plan, model, mesh)
     options = plan.config.model
     if options.sync_batchnorm and mesh is not None:
         apply_sync_batchnorm(model, plan.device, options.sync_batchnorm_ranks)
@@ -201,7 +196,9 @@ def wrap_for_data_parallelism(
     if strategy.optimizer_shards(plan.mesh) > strategy.shards(plan.mesh):
         return ShardedOptimizerWrapper(module, world_mesh, bucket_bytes)
     if plan.mesh.tp * plan.mesh.ep > 1 or not overlaps:
-        experts = world_mesh["replicate"].get_group() if plan.mesh.ep > 1 else None
+        experts: dist.ProcessGroup | None = None
+        if plan.mesh.ep > 1:
+            experts = expert_gradient_group(world_mesh)
         return BucketedAllReduce(module, gradient_group(world_mesh), bucket_bytes, experts)
     ddp = apply_ddp(module, ddp_options, gradient_group(world_mesh))
     seed = derive(plan.config.run.seed, "compression")

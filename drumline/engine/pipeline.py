@@ -29,7 +29,7 @@ from drumline.engine.engine import (
     sum_on_device,
     sum_to_host,
 )
-from drumline.engine.experts import apply_expert_parallelism, cast_experts_under_autocast
+from drumline.engine.experts import cast_experts_under_autocast
 from drumline.engine.native import (
     ForwardEngine,
     NativeEngine,
@@ -44,7 +44,7 @@ from drumline.engine.stages import (
     rank_part,
     weights_of_first_and_last_stage,
 )
-from drumline.engine.tensor_parallel import apply_tp
+from drumline.engine.tensor_parallel import apply_tensor_and_expert_parallelism
 from drumline.engine.transforms import (
     apply_compile,
     apply_memory,
@@ -93,12 +93,7 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
         model_part.to(values.device)
     if autocast_dtype(plan, casts_weights=gathered_in is not None) is not None:
         cast_experts_under_autocast(model_part)
-    if plan.mesh.tp > 1:
-        is_sequence_parallel = plan.stream_parts > 1
-        keeps_parts = plan.activation_checkpointing == "none"
-        apply_tp(model_part, mesh["tp"], is_sequence_parallel, keeps_parts)
-    if plan.mesh.ep > 1:
-        apply_expert_parallelism(model_part, mesh["ep"])
+    apply_tensor_and_expert_parallelism(plan, model_part, mesh)
     apply_memory(model_part, plan)
     apply_compile(model_part, plan.config.compile)
     stages = [

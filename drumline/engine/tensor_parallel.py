@@ -35,7 +35,14 @@ from torch.distributed.tensor import (
 )
 
 from drumline.dist.mesh import first_row
-from drumline.engine.experts import apply_experts, forward_with_replaced_weights
+from drumline.engine.experts import (
+    ExpertRanks,
+    apply_expert_parallelism,
+    apply_experts,
+    expert_ranks,
+    expert_ranks_of_tp,
+    forward_with_replaced_weights,
+)
 from drumline.engine.norms import local
 from drumline.errors import PlanError
 from drumline.models.blocks import (
@@ -50,14 +57,41 @@ from drumline.models.containers import product_dtype
 from drumline.models.cut_trial import modules_with_partial_gradients
 from drumline.models.router_load import note_tensor_parallelism
 from drumline.plan.facts import COLUMN_PARALLEL, TP_STYLES
+from drumline.plan.plan import Plan
 
 # Styles that leave a module whole.
 REPLICATED = "replicate"
 REPLICATED_ON_PARTS = "replicated_with_grad_allreduce"
+# The style of a module that computes all experts of a layer.
+EXPERTS = "experts"
+
+
+def apply_tensor_and_expert_parallelism(
+    plan: Plan, model: nn.Module, world_mesh: DeviceMesh | None
+) -> None:
+    """Cut a model, or a part of it, over the ranks of tp and ep as planned, in place. Collective.
+
+    `world_mesh`: of all ranks; None for one process alone. Raises PlanError as `apply_tp` does.
+    """
+    if world_mesh is None or plan.mesh.tp * plan.mesh.ep == 1:
+        return
+    cuts_tokens = plan.stream_parts > 1
+    experts: ExpertRanks | None = None
+    if plan.mesh.ep > 1:
+        experts = expert_ranks(world_mesh, cuts_tokens)
+    if plan.mesh.tp > 1:
+        keeps_parts = plan.activation_checkpointing == "none"
+        apply_tp(model, world_mesh["tp"], cuts_tokens, keeps_parts, experts)
+    elif experts is not None:
+        apply_expert_parallelism(model, experts)
 
 
 def apply_tp(
-    model: Any, mesh: DeviceMesh, sequence_parallel: bool = False, keeps_parts: bool = True
+    model: Any,
+    mesh: DeviceMesh,
+    sequence_parallel: bool = False,
+    keeps_parts: bool = True,
+    experts: ExpertRanks | None = None,
 ) -> None:
     """Cut the model over `mesh` (one dimension) in place.
 
@@ -65,6 +99,8 @@ def apply_tp(
     `keeps_parts`: with sequence parallelism autograd keeps only this rank's part of what a region
     gathers, and gathers it again in backward. False if blocks are checkpointed, which has the same
     effect. A compiled region always keeps the whole tensor.
+    `experts`: how experts are cut over data ranks, too. None: over `mesh` alone, if the plan cuts
+    them.
 
     Raises PlanError for a model without a plan, and for a style that is not known here.
     """
@@ -83,7 +119,11 @@ def apply_tp(
         plan = dict.fromkeys(modules_with_partial_gradients(model), REPLICATED_ON_PARTS) | plan
     _require_untied(model, [name for name, style in plan.items() if style != REPLICATED])
     for name, style in plan.items():
-        _shard_module(model.get_submodule(name), style, mesh, sequence_sharding)
+        is_cut_over_data_ranks = style == EXPERTS and experts is not None
+        if not is_cut_over_data_ranks:
+            _shard_module(model.get_submodule(name), style, mesh, sequence_sharding)
+    if experts is not None:
+        apply_expert_parallelism(model, experts)
     if sequence_sharding is not None:
         _shard_between_blocks(model, sequence_sharding)
 
@@ -352,8 +392,9 @@ def _shard_module(
             sum_gradient = _with_options(_sum_gradient, mesh)
             module.forward = forward_with_replaced_weights(module, module.forward, sum_gradient)
         return
-    if style == "experts":
-        apply_experts(module, mesh, shares_tokens=sequence_sharding is None)
+    if style == EXPERTS:
+        cuts_tokens = sequence_sharding is not None
+        apply_experts(module, expert_ranks_of_tp(mesh, cuts_tokens))
         return
     for layer in cut_layers(module, style):
         _shard_linear(layer, style, mesh, sequence_sharding)

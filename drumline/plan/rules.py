@@ -641,17 +641,15 @@ def _sequence_parallel(case: Case) -> Iterator[Refusal]:
 
 
 def _expert_parallel(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of expert parallelism, which cuts a mixture's experts over data ranks."""
+    """Yield refusals of expert parallelism, which cuts a mixture's experts over data ranks.
+
+    With tp they are cut over its ranks as well.
+    """
     mesh = case.mesh
     facts = case.facts
     where = "strategy.ep"
     if mesh.ep == 1:
         return
-    if mesh.tp * mesh.cp > 1:
-        reason = "experts are on data ranks that have whole rows; with tp, each of its ranks has some of the experts"
-        yield Refusal(
-            "ep × tp, cp", reason, "use tp or cp without ep, or ep with ddp, fsdp2 and pp", where
-        )
     if case.config.compile.enabled and uses_selective_checkpointing(case):
         reason = (
             "what a block of several graphs keeps cannot be told apart from what it computes again"
@@ -665,9 +663,13 @@ def _expert_parallel(case: Case) -> Iterator[Refusal]:
             "leave strategy.ep out",
             where,
         )
-    if facts is not None and facts.experts % mesh.ep:
+    if facts is not None and facts.experts % (mesh.ep * mesh.tp):
         reason = f"{facts.experts} experts do not divide by ep {mesh.ep}"
-        yield Refusal("ep × experts", reason, "choose an ep that divides their number", where)
+        instead = "choose an ep that divides their number"
+        if mesh.tp > 1:
+            reason += f" × tp {mesh.tp}, whose ranks hold some of them each"
+            instead = "choose an ep and a tp whose product divides their number"
+        yield Refusal("ep × experts", reason, instead, where)
     if is_vision_language(case):
         yield Refusal("ep × images", "it is tested for texts", "use fsdp2 without ep", where)
 

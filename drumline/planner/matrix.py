@@ -28,6 +28,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "tp × cp": {"strategy": {"tp": 2, "cp": 2}},
     "tp × pp": {"strategy": {"tp": 2, "pp": 2}},
     "cp × pp": {"strategy": {"cp": 2, "pp": 2}},
+    "ep × tp": {"strategy": {"ep": 2, "tp": 2}},
+    "ep × cp": {"strategy": {"ep": 2, "cp": 2}},
     "hybrid": {"strategy": {"replicate": 2}},
     "compression": {"strategy": {"compression": {"kind": "bf16"}}},
     "CPU offload": {"strategy": {"offload": "cpu"}},

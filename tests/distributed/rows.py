@@ -125,6 +125,8 @@ AGAIN = (
     "zero3 4",
     "fsdp2 4",
     "ddp 2 x ep 2",
+    "ep 2 x cp 2",
+    "ep 2 x tp 2",
 )
 # Kinds of work, of algorithms whose batches and passes over the model are alike.
 WORK = {
@@ -400,6 +402,10 @@ ROWS = [
         4,
         {"strategy": {"kind": "fsdp2", "ep": 2, "pp": 2}, "batch": {"micro_batch": 2}},
     ),
+    Row("ep 2 x cp 2", 4, {"strategy": {"kind": "ddp", "ep": 2, "cp": 2}, **FOURS}),
+    Row("fsdp2, ep 2 x cp 2", 4, {"strategy": {"kind": "fsdp2", "ep": 2, "cp": 2}, **FOURS}),
+    Row("ep 2 x tp 2", 4, {"strategy": {"kind": "ddp", "ep": 2, "tp": 2}, **FOURS}),
+    Row("fsdp2, ep 2 x tp 2", 4, {"strategy": {"kind": "fsdp2", "ep": 2, "tp": 2}, **FOURS}),
     Row("ddp 4", 4, {"strategy": "ddp", **FOURS}),
     Row("zero1 2", 2, {"strategy": "zero1"}),
     Row("zero2 2", 2, {"strategy": "zero2"}),
@@ -778,7 +784,17 @@ CASES += [
     Case(
         "mixtral, router loss",
         PACKED,
-        (*ENGINES, "cp 2", "ddp 2, activation checkpointing", "tp 2", "ep 2", "ddp 2 x ep 2"),
+        (
+            *ENGINES,
+            "cp 2",
+            "ddp 2, activation checkpointing",
+            "tp 2",
+            "ep 2",
+            "ddp 2 x ep 2",
+            "ep 2 x cp 2",
+            "fsdp2, ep 2 x cp 2",
+            "ep 2 x tp 2",
+        ),
         "mixtral",
     ),
     Case(
@@ -799,7 +815,31 @@ CASES += [
         ("ep 2", "fsdp2 2 x ep 2"),
         "mixtral",
     ),
-    Case("deepseek_v3", PACKED, ("ep 2", "fsdp2, ep 2 x pp 2", "tp 2"), "deepseek_v3"),
+    Case(
+        "deepseek_v3",
+        PACKED,
+        (
+            "ep 2",
+            "fsdp2, ep 2 x pp 2",
+            "tp 2",
+            "ep 2 x cp 2",
+            "ep 2 x tp 2",
+            "fsdp2, ep 2 x tp 2",
+        ),
+        "deepseek_v3",
+    ),
+    # Without a router loss, which needs whole documents: tokens are cut over tp.
+    Case(
+        "qwen3_moe, no router loss",
+        {
+            **PACKED,
+            "data": {"packing": False},
+            "rows": 48,
+            "model": {"config": {"output_router_logits": False}},
+        },
+        ("ep 2 x tp 2", "fsdp2, ep 2 x tp 2", "fsdp2, ep 2 x cp 2"),
+        "qwen3_moe",
+    ),
     Case(
         "deepseek_v3, router bias",
         {**PACKED, "model": {"router_bias_rate": 0.02}},
@@ -825,6 +865,8 @@ CASES += [
             "ep 2",
             "fsdp2 2 x ep 2",
             "fsdp2, ep 2 x pp 2",
+            "fsdp2, ep 2 x cp 2",
+            "ep 2 x tp 2",
         ),
         "deepseek_v3",
     ),

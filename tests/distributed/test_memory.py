@@ -157,6 +157,24 @@ ROWS: dict[str, Row] = {
         {**mixture("gpt_oss"), "batch": EIGHT_BY_TWO},
         within=0.08,
     ),
+    "qwen3_moe, fsdp2, ep x cp": Row(
+        {"kind": "fsdp2", "ep": 2, "cp": 2},
+        4,
+        {**mixture("qwen3_moe"), "batch": EIGHT_BY_TWO},
+        within=0.08,
+    ),
+    "qwen3_moe, ep x tp": Row(
+        {"kind": "ddp", "ep": 2, "tp": 2},
+        4,
+        {**mixture("qwen3_moe"), "batch": EIGHT_BY_TWO},
+        within=0.08,
+    ),
+    "mixtral, ep x tp, whole stream": Row(
+        {"kind": "ddp", "ep": 2, "tp": 2, "sequence_parallel": False},
+        4,
+        {**mixture("mixtral"), "batch": EIGHT_BY_TWO},
+        within=0.08,
+    ),
     "mixtral, ep, adamw_8bit": Row(
         EXPERTS,
         2,
@@ -220,6 +238,9 @@ REST = (
     "single, bf16, full",
     "ddp",
     "gpt_oss, fsdp2 x ep",
+    "qwen3_moe, fsdp2, ep x cp",
+    "qwen3_moe, ep x tp",
+    "mixtral, ep x tp, whole stream",
 )
 NAMES = cases(ROWS, REST)
 

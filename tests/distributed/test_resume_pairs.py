@@ -74,11 +74,15 @@ EXPERTS = "experts, "
 MIXTURES: dict[str, tuple[int, Any]] = {
     "ep 2": (2, {"kind": "ddp", "ep": 2}),
     "fsdp2 2 x ep 2": (4, {"kind": "fsdp2", "ep": 2}),
+    "fsdp2, ep 2 x cp 2": (4, {"kind": "fsdp2", "ep": 2, "cp": 2}),
+    "ep 2 x tp 2": (4, {"kind": "ddp", "ep": 2, "tp": 2}),
 }
 MIXTURE_PAIRS = [
     (f"{EXPERTS}ep 2", f"{EXPERTS}fsdp2 2 x ep 2"),
     (f"{EXPERTS}fsdp2 2 x ep 2", f"{EXPERTS}single"),
     (f"{EXPERTS}fsdp2 2", f"{EXPERTS}ep 2"),
+    (f"{EXPERTS}fsdp2, ep 2 x cp 2", f"{EXPERTS}ep 2 x tp 2"),
+    (f"{EXPERTS}ep 2 x tp 2", f"{EXPERTS}single"),
 ]
 # With an adapter only what learns is in a checkpoint.
 LORA = "lora, "

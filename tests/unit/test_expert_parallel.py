@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from drumline.config.model import ModelConfig
 from drumline.data.batches import collate
-from drumline.engine.experts import apply_expert_parallelism
+from drumline.engine.experts import ExpertRanks, apply_expert_parallelism
 from drumline.errors import ModelError
 from drumline.models.blocks import blocks
 from drumline.models.head import ForwardWithObjective
@@ -112,7 +112,7 @@ def test_a_compiled_block_leaves_its_cut_experts_eager(mesh: DeviceMesh) -> None
     load = run(mixture("mixtral", **plain), [batch])
 
     model = mixture("mixtral", **plain)
-    apply_expert_parallelism(model, mesh)
+    apply_expert_parallelism(model, ExpertRanks(mesh, mesh, None, data_ranks=1))
     graphs = Graphs()
     torch.compiler.reset()
     compiled: list[nn.Module] = blocks(model)

@@ -186,6 +186,28 @@ def test_experts_are_laid_on_ranks_of_a_host() -> None:
     assert not expert_degrees(asked)
 
 
+def test_experts_lie_beside_parts_of_rows_and_of_matrices_within_a_host() -> None:
+    """6 experts on hosts of 4: on the ranks of ep 2 × tp 2 they do not divide, with cp they do."""
+    cluster = {"device": "h100-80g", "per_node": 4, "nodes": 2, "inter": "400Gb"}
+    asked = question("1b", cluster)
+
+    def beside(experts: int) -> set[tuple[str, int, int, int]]:
+        """Return (kind, ep, cp, tp) of what is searched with experts on several ranks."""
+        mixture = replace(asked, facts=replace(asked.facts, experts=experts))
+        found = set()
+        for way in search_space(mixture):
+            if isinstance(way, Degrees) and way.ep > 1:
+                found.add((way.kind, way.ep, way.cp, way.tp))
+        return found
+
+    of_eight = beside(8)
+    assert of_eight >= {("fsdp2", 2, 2, 1), ("fsdp2", 2, 1, 2), ("ddp", 2, 2, 1), ("ddp", 2, 1, 2)}
+    assert max(ep * cp * tp for _, ep, cp, tp in of_eight) == 4
+    of_six = beside(6)
+    assert ("fsdp2", 2, 2, 1) in of_six
+    assert {tp for _, _, _, tp in of_six} == {1}
+
+
 @pytest.mark.slow
 def test_the_order_is_that_of_expected_speed_up_to_the_planners_error() -> None:
     answer = search(question("1b", "8xh100-80g", batch=BATCH))

@@ -63,6 +63,7 @@ def test_a_model_with_a_plan_is_cut() -> None:
     check(MIXTRAL, tp=2)
     check({"model_type": "bert", "intermediate_size": 32, **SIZES}, tp=2)
     check(MIXTRAL, ep=4, strategy={"kind": "ddp", "ep": 4})
+    check(MIXTRAL, tp=2, ep=2, strategy={"kind": "ddp", "ep": 2, "tp": 2})
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,11 @@ STREAM = {"kind": "tp", "sequence_parallel": True}
         ),
         (LLAMA, {"ep": 2}, "ep × the model: it has no experts"),
         (MIXTRAL, {"ep": 3}, "ep × experts: 4 experts do not divide by ep 3"),
-        (MIXTRAL, {"ep": 2, "tp": 2}, "ep × tp, cp"),
+        (
+            MIXTRAL,
+            {"ep": 4, "tp": 2},
+            "ep × experts: 4 experts do not divide by ep 4 × tp 2, whose ranks hold some of them",
+        ),
         (
             MIXTRAL,
             {

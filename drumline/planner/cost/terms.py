@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from drumline.config.mesh import Mesh
 from drumline.config.optimizer import OptimizerConfig
 from drumline.hardware.cluster import Collective
 from drumline.plan.estimate import Activations, Traffic
@@ -58,8 +59,9 @@ LATE_STEP = 10**9
 # matrix products are in a low precision. low: all weights and activations are in the low precision.
 ComputeMode = Literal["fp32", "autocast", "low"]
 # The axis of the mesh along which a collective runs. `gradients` stands for all ranks that average
-# gradients: replicate × shard × ep × cp. `shard` includes ep and cp.
-Axis = Literal["pp", "replicate", "shard", "ep", "cp", "tp", "gradients"]
+# gradients: replicate × shard × ep × cp. `shard` includes ep and cp. `ep_tp` is ep with the ranks of
+# tp within it.
+Axis = Literal["pp", "replicate", "shard", "ep", "ep_tp", "cp", "tp", "gradients"]
 # What is computed while a collective runs, so that its time is hidden. `last`: the backward of the
 # last micro-batch. `steps`: the next optimizer steps, which do not wait for it (streaming DiLoCo).
 Beside = Literal["forward", "backward", "last", "steps", "nothing"]
@@ -640,8 +642,16 @@ def send_norm(volume: CommunicationVolume, layout: Layout, rank_entries: Counter
     if rank_entries["apart"]:
         shards = layout.strategy.shards(mesh) // mesh.ep
         volume.add("all_reduce", FP64_BYTES, shards, "shard")
-        volume.add("all_reduce", FP64_BYTES, mesh.ep, "ep")
+        axis, ranks = axis_of_experts(mesh)
+        volume.add("all_reduce", FP64_BYTES, ranks, axis)
     volume.add("all_reduce", FP64_BYTES, mesh.pp, "pp")
+
+
+def axis_of_experts(mesh: Mesh) -> tuple[Axis, int]:
+    """Return the axis over which expert parallelism cuts experts, and how many ranks it has."""
+    if mesh.tp == 1:
+        return "ep", mesh.ep
+    return "ep_tp", mesh.ep * mesh.tp
 
 
 # Plug-ins import these by their names of earlier versions.

@@ -312,6 +312,8 @@ def _strides(mesh: Mesh) -> dict[str, int]:
         "shard": mesh.tp,
         "gradients": mesh.tp,
         "ep": mesh.tp * mesh.cp,
+        # Of cp neighbours of tp ranks each, those of one are in the group.
+        "ep_tp": mesh.cp,
         "replicate": mesh.tp * mesh.cp * mesh.ep * mesh.shard,
     }
 

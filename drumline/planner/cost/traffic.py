@@ -30,6 +30,7 @@ from drumline.planner.cost.terms import (
     PRECISION_BYTES,
     Axis,
     CommunicationVolume,
+    axis_of_experts,
     compute_mode_of,
     stream_entry_bytes,
 )
@@ -97,9 +98,7 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Communi
         optimizer(volume, layout, model)
         tensor(volume, layout, model, head)
         context(volume, layout, model, head)
-        tokens = layout.rows * layout.padded_tokens_per_row * layout.batch.accumulation
-        if mesh.ep > 1:
-            experts(volume, layout, model, tokens, mesh.ep, "ep")
+        experts(volume, layout, model)
     return volume
 
 
@@ -157,11 +156,12 @@ def optimizer(volume: CommunicationVolume, layout: Layout, facts: ModelFacts) ->
         if cut_dimension(weight) is not None:
             tp = mesh.tp
         # Expert parallelism has cut this weight over `ep_degree` data ranks already.
-        ranks_of_axes: list[tuple[Axis, int]] = [
-            ("shard", max(1, shards // weight.ep_degree)),
-            ("ep", weight.ep_degree),
-            ("tp", tp),
-        ]
+        ranks_of_axes: list[tuple[Axis, int]] = [("shard", max(1, shards // weight.ep_degree))]
+        if weight.ep_degree > 1:
+            # With tp this is one axis, of the ranks of both.
+            ranks_of_axes.append(axis_of_experts(mesh))
+        else:
+            ranks_of_axes.append(("tp", tp))
         cut_axes = [(axis, ranks) for axis, ranks in ranks_of_axes if ranks > 1]
         here = local_numel(weight, tp, shards)
         for axis, ranks in cut_axes:
@@ -415,9 +415,6 @@ def tensor(volume: CommunicationVolume, layout: Layout, facts: ModelFacts, head:
         _cut_stream(volume, layout, facts, tokens)
     else:
         _whole_stream(volume, layout, facts, tokens)
-    tokens_of_rank = tokens / layout.stream_parts
-    shares_tokens = layout.stream_parts == 1
-    experts(volume, layout, facts, tokens_of_rank, ranks, "tp", shared=shares_tokens)
     if head in ("lm", "valued"):
         _vocabulary(volume, layout, facts, tokens)
 
@@ -498,42 +495,73 @@ def _cut_stream(
     volume.add("all_reduce", summed, ranks, "tp", 2 * micro_batches)
 
 
-def experts(
+def experts(volume: CommunicationVolume, layout: Layout, facts: ModelFacts) -> None:
+    """Add the flows of experts that are cut over the ranks of ep or tp, or of both.
+
+    Ranks of tp that share their tokens add up outputs, and the gradients of tokens and of choices.
+    Each of them sees to its part of the choices.
+    """
+    mesh = layout.mesh
+    tokens = layout.rows * layout.padded_tokens_per_row / mesh.cp * layout.batch.accumulation
+    if mesh.tp > 1 and layout.stream_parts == 1:
+        _sum_over_shared_tokens(volume, layout, facts, tokens)
+        _exchange_choices(volume, layout, facts, tokens / mesh.tp, mesh.ep, "ep")
+        return
+    axis, ranks = axis_of_experts(mesh)
+    if mesh.ep == 1:
+        axis = "tp"
+    _exchange_choices(volume, layout, facts, tokens / layout.stream_parts, ranks, axis)
+
+
+def _sum_over_shared_tokens(
+    volume: CommunicationVolume, layout: Layout, facts: ModelFacts, tokens: float
+) -> None:
+    """Add the flows of ranks of tp that share their tokens; means over ranks."""
+    layers = _layers_with_experts(facts)
+    token_bytes = tokens * facts.hidden * stream_entry_bytes(layout)
+    summed = 2 * token_bytes + FP32_BYTES * tokens * facts.experts_per_token
+    calls = EXPERT_SUMS * layers * layout.batch.accumulation
+    volume.add("all_reduce", layers * summed, layout.mesh.tp, "tp", calls)
+
+
+def _exchange_choices(
     volume: CommunicationVolume,
     layout: Layout,
     facts: ModelFacts,
     tokens: float,
     ranks: int,
     axis: Axis,
-    shared: bool = False,
 ) -> None:
-    """Add the flows of experts that are cut over `ranks` of an axis; means over ranks.
+    """Add the flows of ranks that exchange choices; means over ranks.
 
-    If these ranks share their tokens (`shared`), they add up outputs, and the gradients of tokens
-    and of choices. Otherwise the token of each choice goes to its expert and back, and so do
-    gradients; before this, ranks exchange the number of rows for each expert.
+    The token of each choice goes to its expert and back, and so do gradients. Before this, ranks
+    exchange the number of rows for each expert. `tokens`: those whose choices a rank sends.
     """
-    layers = 0
-    for block, number in facts.kinds_of_blocks:
-        if any(weight.style == "experts" for weight in block):
-            layers += number
+    layers = _layers_with_experts(facts)
     micro_batches = layout.batch.accumulation
-    choices = facts.experts_per_token
     token_bytes = tokens * facts.hidden * stream_entry_bytes(layout)
-    if shared:
-        summed = 2 * token_bytes + FP32_BYTES * tokens * choices
-        calls = EXPERT_SUMS * layers * micro_batches
-        volume.add("all_reduce", layers * summed, ranks, axis, calls)
-        return
     exchanges = EXCHANGES
     count_exchanges = 1
     if layout.activation_checkpointing != "none":
         exchanges += EXCHANGES_AGAIN
         count_exchanges += 1
-    counts = ROW_COUNT_BYTES * facts.experts * micro_batches * count_exchanges
-    exchanged = token_bytes * choices * exchanges + counts
+    # A rank sends no counts of experts that other ranks of tp with the same tokens see to.
+    counted_experts = facts.experts
+    if axis == "ep":
+        counted_experts //= layout.mesh.tp
+    counts = ROW_COUNT_BYTES * counted_experts * micro_batches * count_exchanges
+    exchanged = token_bytes * facts.experts_per_token * exchanges + counts
     calls = layers * micro_batches * (exchanges + count_exchanges)
     volume.add("all_to_all", layers * exchanged, ranks, axis, calls)
+
+
+def _layers_with_experts(facts: ModelFacts) -> int:
+    """Return the number of blocks that have experts."""
+    layers = 0
+    for block, number in facts.kinds_of_blocks:
+        if any(weight.style == "experts" for weight in block):
+            layers += number
+    return layers
 
 
 def _vocabulary(
@@ -604,6 +632,11 @@ def context(volume: CommunicationVolume, layout: Layout, facts: ModelFacts, head
         sent = hops * head_entries * 2 * heads * bytes_per_entry
         volume.add("p2p", sent, ranks, "cp", passes * micro_batches)
     _context_outputs(volume, layout, tokens, head, facts.hidden)
+    if facts.trains_router:
+        # The router loss needs whole documents: the router's logits are gathered, layer by layer.
+        layers = _layers_with_experts(facts)
+        logits = bytes_per_entry * tokens * facts.experts * layers
+        volume.add("all_gather", logits, ranks, "cp", layers * micro_batches)
 
 
 def _context_outputs(

@@ -181,16 +181,18 @@ def cost_of(strategy: StrategyConfig) -> StrategyCost[Any]:
 def parallelism_combinations(space: Space) -> Iterator[dict[str, Any]]:
     """Yield the combinations of tp, cp, pp and ep that divide the devices, as fields of a strategy.
 
-    Tensor and expert parallelism stay within a host, a stage has at least one layer, and context
-    parallelism is not combined with a pipeline.
+    Tensor and expert parallelism stay within a host, with the ranks of a sequence between them. A
+    stage has at least one layer, and context parallelism is not combined with a pipeline.
     """
     world = space.world
     within_a_host = divisors(space.per_node)
     of_all = divisors(world)
     degrees = list(product(within_a_host, of_all, of_all, (1,)))
-    for pp, ep in product(of_all, within_a_host):
-        if space.experts and ep > 1 and space.experts % ep == 0:
-            degrees.append((1, 1, pp, ep))
+    for tp, cp, pp, ep in product(within_a_host, within_a_host, of_all, within_a_host):
+        is_within_a_host = space.per_node % (tp * cp * ep) == 0
+        divides_experts = space.experts > 0 and space.experts % (tp * ep) == 0
+        if ep > 1 and is_within_a_host and divides_experts:
+            degrees.append((tp, cp, pp, ep))
     for tp, cp, pp, ep in degrees:
         is_plain = tp == cp == pp == ep == 1
         has_empty_stages = pp > max(1, space.layers)
