@@ -14,6 +14,7 @@ from tests.harness import ROOT
 
 DATA = {"data": {"train": [{"kind": "digits"}]}}
 TRAIN = "drumline train CONFIG.yaml"
+HOSTS_OF_MPIRUN = "tests/unit/test_launch_tasks.py::test_several_hosts_of_mpirun"
 SEVERAL = (
     "tests/hosts/test_lines.py::test_a_line_of_each_host"  # which takes its lines from the page
 )
@@ -52,7 +53,7 @@ RUN_BY = {
         "accelerate launch --multi_gpu": SEVERAL,
         "deepspeed --hostfile": "tests/hosts/test_lines.py::test_deepspeed_with_a_hostfile",
         f"mpirun -np 4 {TRAIN}": "tests/slurm/test_slurm.py::test_joins_under_mpirun",
-        f"mpirun -np 16 -H node1:8,node2:8 -x PATH -x MASTER_ADDR=node1 {TRAIN}": "tests/unit/test_launch_tasks.py::test_several_hosts_of_mpirun",
+        f"mpirun -np 16 -H node1:8,node2:8 -x PATH -x MASTER_ADDR=node1 {TRAIN}": HOSTS_OF_MPIRUN,
     },
 }
 
