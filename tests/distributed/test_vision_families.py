@@ -39,7 +39,8 @@ BASE: Sections = {
     # In order, an image row and a text row a step: of two ranks one sees text alone, always.
     "data": {"packing": False, "order": "sequential", "max_length": 256},
     "batch": {"global_samples": 2, "micro_batch": 1},
-    "optimizer": {"lr": 3e-3, "eps": 1e-6},
+    # Some gradients are near nothing. A large epsilon keeps Adam from blowing their rounding up.
+    "optimizer": {"lr": 3e-3, "eps": 1e-5},
     "checkpoint": UNSAVED,
     "run": {"steps": 3},
 }
@@ -82,9 +83,18 @@ CASES: dict[str, Sections] = {
     },
     "tower adapted": {"adapter": {"kind": "lora", "r": 4, "targets": ["vision", "language"]}},
 }
-# Context parallelism is of the model alone: it is asked of every family, and not of each kind of
-# pairs.
-PARTED = (*FAMILIES, "dpo", "tower adapted")
+# Context parallelism is of the model alone: it is asked of families, and not of each kind of pairs.
+# LLaVA-OneVision has weights that no gradient reaches, for which DDP would wait.
+PARTED = (
+    "gemma3",
+    "internvl",
+    "smolvlm",
+    "idefics3",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "dpo",
+    "tower adapted",
+)
 STRATEGIES = ("ddp", "fsdp2", "cp")
 # The rest runs with --full: each family, each kind of pairs and each strategy has another that stays.
 STAY = (
