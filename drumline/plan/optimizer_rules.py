@@ -144,15 +144,10 @@ def _bf16_master(case: Case, where: str) -> Iterator[Refusal]:
             "use optimizer.kind=adamw, or master=fp32",
             where,
         )
-    data_parallel = case.strategy.data_parallel(mesh)
-    has_whole_layers = mesh.tp * mesh.cp * mesh.pp == 1
-    is_proven = has_whole_layers and data_parallel in ("none", "ddp", "fsdp2")
-    if (
-        not is_proven
-        or case.strategy.engine(mesh) != "native"
-        or case.strategy.exchange is not None
-    ):
-        reason = "it is tested with whole weights on each rank, sharded by FSDP2, or with ep; DeepSpeed keeps fp32 weights for its step"
+    is_deepspeed = case.strategy.engine(mesh) == "deepspeed"
+    has_one_step = case.strategy.data_parallel(mesh) in ("none", "ddp", "fsdp2")
+    if is_deepspeed or not has_one_step or case.strategy.exchange is not None:
+        reason = "DeepSpeed keeps fp32 weights for its step, and copies that are averaged in bf16 would lose what they have learned apart"
         yield Refusal("master=bf16 × the strategy", reason, "use strategy=ddp or fsdp2", where)
     if case.strategy.copies().compression.kind != "none":
         reason = "gradients are sent in bf16 already"

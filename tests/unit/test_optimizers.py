@@ -624,15 +624,27 @@ def test_copies_on_the_host_of_what_is_cut_over_gpus_stay_there() -> None:
         dist.destroy_process_group()
 
 
-def refused(strategy: str, **optimizer: Any) -> list[str]:
+def refused(strategy: Any, precision: Any = "fp32", **optimizer: Any) -> list[str]:
     values = {
         "data": {"train": [{"kind": "file", "path": "x"}]},
         "strategy": strategy,
+        "precision": precision,
         "optimizer": optimizer,
     }
     config = Config.model_validate(values)
-    case = Case(config, config.strategy.mesh(2), "cpu", "fp32", None)
+    kind: Any = config.precision.kind
+    case = Case(config, config.strategy.mesh(2), "cpu", kind, None)
     return [refusal.name for refusal in refusals(case)]
+
+
+def test_pure_bf16_goes_with_whatever_takes_one_step_together() -> None:
+    pure = {"kind": "bf16", "master": "bf16"}
+    for strategy in ("ddp", "fsdp2", "tp", "cp", "pp", {"kind": "fsdp2", "ep": 2}):
+        assert not refused(strategy, pure), strategy
+    for strategy in ("zero1", "local_sgd", "diloco"):
+        assert refused(strategy, pure) == ["master=bf16 × the strategy"], strategy
+    assert refused("ddp", pure, kind="lion") == ["master=bf16 × lion"]
+    assert refused("ddp", {"kind": "fp32", "master": "bf16"}) == ["master=bf16 × fp32"]
 
 
 def test_what_does_not_go_together_is_refused() -> None:
