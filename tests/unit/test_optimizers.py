@@ -7,6 +7,7 @@ import importlib.util
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -624,7 +625,9 @@ def test_copies_on_the_host_of_what_is_cut_over_gpus_stay_there() -> None:
         dist.destroy_process_group()
 
 
-def refused(strategy: Any, precision: Any = "fp32", **optimizer: Any) -> list[str]:
+def refused(
+    strategy: Any, precision: Any = "fp32", facts: Any = None, **optimizer: Any
+) -> list[str]:
     values = {
         "data": {"train": [{"kind": "file", "path": "x"}]},
         "strategy": strategy,
@@ -633,7 +636,7 @@ def refused(strategy: Any, precision: Any = "fp32", **optimizer: Any) -> list[st
     }
     config = Config.model_validate(values)
     kind: Any = config.precision.kind
-    case = Case(config, config.strategy.mesh(2), "cpu", kind, None)
+    case = Case(config, config.strategy.mesh(2), "cpu", kind, facts)
     return [refusal.name for refusal in refusals(case)]
 
 
@@ -643,6 +646,8 @@ def test_pure_bf16_goes_with_whatever_takes_one_step_together() -> None:
         assert not refused(strategy, pure), strategy
     for strategy in ("zero1", "local_sgd", "diloco"):
         assert refused(strategy, pure) == ["master=bf16 × the strategy"], strategy
+    with_batch_norm: Any = SimpleNamespace(batch_norms=2)
+    assert refused("ddp", pure, with_batch_norm) == ["master=bf16 × batch norm"]
     assert refused("ddp", pure, kind="lion") == ["master=bf16 × lion"]
     assert refused("ddp", {"kind": "fp32", "master": "bf16"}) == ["master=bf16 × fp32"]
 
