@@ -74,7 +74,7 @@ from drumline.engine.user_module import UserModule, modes_kept
 from drumline.errors import ModelError, PlanError
 from drumline.models import adapters
 from drumline.models.blocks import blocks, tensor_plan
-from drumline.models.containers import raise_precision
+from drumline.models.containers import lower_precision, raise_precision
 from drumline.models.freeze import trainable_names
 from drumline.models.head import ForwardWithObjective
 from drumline.models.kernels import apply_liger
@@ -133,6 +133,9 @@ def prepare(
         module = ForwardWithObjective(model)
     if config.model.kernels == "liger":
         apply_liger(model)
+    if plan.is_pure_bf16 and config.images_alone:
+        # Pixels are fp32, and there is no autocast.
+        model.register_forward_pre_hook(partial(_lower_inputs, plan.precision), with_kwargs=True)
     if plan.mesh.cp > 1:
         assert mesh is not None and isinstance(module, ForwardWithObjective)
         apply_context_parallel(module, model, mesh["cp"], plan.cp_method, config.packs)
@@ -419,7 +422,7 @@ class NativeEngine(ForwardEngine):
             )
         make_from_groups: Callable[[Groups], torch.optim.Optimizer] | None = None
         if plan.is_pure_bf16:
-            make_from_groups = partial(_bfloat16_adamw, plan=plan)
+            make_from_groups = partial(_bfloat16_adamw, plan=plan, named=self.optimizer_parameters)
         matrices = frozenset[str]()
         if options.kind == "muon":
             matrices = self._matrices_in_blocks()
@@ -603,10 +606,20 @@ class NativeEngine(ForwardEngine):
         return [local(p.grad) for p in self.optimizer_parameters.values() if p.grad is not None]
 
 
-def _bfloat16_adamw(groups: Groups, plan: Plan) -> torch.optim.Optimizer:
-    """Return the optimizer of a run in pure bfloat16."""
+def _bfloat16_adamw(
+    groups: Groups, plan: Plan, named: dict[str, nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return the optimizer of a run in pure bfloat16. `named`: parameters by name."""
     config = plan.config
-    return BFloat16AdamW(groups, config.optimizer, config.precision, config.run.seed)
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named.items()}
+    return BFloat16AdamW(groups, config.optimizer, config.precision, config.run.seed, names)
+
+
+def _lower_inputs(
+    precision: str, _module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+) -> Any:
+    """Return a module's inputs in the type of its weights: a hook before its forward."""
+    return lower_precision((args, named), precision)
 
 
 def full_tensor(name: str, tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:

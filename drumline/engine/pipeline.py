@@ -84,10 +84,8 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
     local_layers = [layers[index] for index in local_stages]
     split_points = find_split_points(model)
     shared = weights_of_first_and_last_stage(model, split_points)
-    # Hidden states travel in the type of the residual stream. Autocast leaves it in fp32, and
-    # weights that FSDP2 casts do not.
     gathered_in = gather_dtype(plan)
-    dtype = gathered_in or torch.float32
+    dtype = _stream_dtype(plan, gathered_in)
     model_part = rank_part(model, split_points, local_layers, dtype)
     if not next(model_part.parameters()).is_meta:
         model_part.to(values.device)
@@ -105,6 +103,20 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
     )
     device = torch.device(values.device)
     return engine(plan, model_part, wrapper, stages, split_points, mesh["pp"], device, shared)
+
+
+def _stream_dtype(plan: Plan, gathered_in: torch.dtype | None) -> torch.dtype:
+    """Return the type of the residual stream, in which hidden states travel.
+
+    Autocast leaves it in fp32. Weights that are in low precision while they compute do not.
+
+    `gathered_in`: the type in which FSDP2 gathers weights; None if it casts none.
+    """
+    if gathered_in is not None:
+        return gathered_in
+    if plan.is_pure_bf16:
+        return torch.bfloat16
+    return torch.float32
 
 
 class StageWithObjective(Stage):

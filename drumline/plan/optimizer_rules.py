@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from drumline.config.optimizer import QUANTISED_STATES
 from drumline.config.refusal import Refusal
-from drumline.plan.rule import Case, is_vision_language
+from drumline.plan.rule import Case
 
 
 def refusals(case: Case) -> Iterator[Refusal]:
@@ -88,7 +88,7 @@ def _per_parameter_steps(case: Case) -> Iterator[Refusal]:
     if config.precision.master == "bf16":
         yield Refusal(
             f"{name} × master=bf16",
-            "stochastic rounding is seeded by a parameter's index among all, and here each is stepped alone",
+            "steps of single parameters, in backward or on the host, are written for fp32 weights",
             "use precision.master=fp32",
             where,
         )
@@ -144,28 +144,21 @@ def _bf16_master(case: Case, where: str) -> Iterator[Refusal]:
             "use optimizer.kind=adamw, or master=fp32",
             where,
         )
-    data_parallel = case.strategy.data_parallel(mesh)
-    has_whole_layers = mesh.tp * mesh.cp * mesh.pp == 1
-    is_proven = has_whole_layers and data_parallel in ("none", "ddp", "fsdp2")
-    if (
-        not is_proven
-        or case.strategy.engine(mesh) != "native"
-        or case.strategy.exchange is not None
-    ):
-        reason = "it is tested with whole weights on each rank, sharded by FSDP2, or with ep; DeepSpeed keeps fp32 weights for its step"
+    is_deepspeed = case.strategy.engine(mesh) == "deepspeed"
+    has_one_step = case.strategy.data_parallel(mesh) in ("none", "ddp", "fsdp2")
+    if is_deepspeed or not has_one_step or case.strategy.exchange is not None:
+        reason = "DeepSpeed keeps fp32 weights for its step, and copies that are averaged in bf16 would lose what they have learned apart"
         yield Refusal("master=bf16 × the strategy", reason, "use strategy=ddp or fsdp2", where)
     if case.strategy.copies().compression.kind != "none":
         reason = "gradients are sent in bf16 already"
         yield Refusal("master=bf16 × compression", reason, "take strategy.compression out", where)
-    if (
-        config.algorithm.rollout is not None
-        or config.images_alone
-        or config.has_own_module
-        or is_vision_language(case)
-    ):
-        reason = "it is tested on given texts"
+    if case.facts is not None and case.facts.batch_norms:
+        reason = "running statistics change by less than bf16 holds, and batch norm takes weights and statistics of one type"
+        yield Refusal("master=bf16 × batch norm", reason, "use precision.master=fp32", where)
+    if config.has_own_module:
+        reason = "a module of your own says nowhere in which type it takes its inputs"
         yield Refusal(
-            "master=bf16 × the model or the algorithm", reason, "use precision.master=fp32", where
+            "master=bf16 × a module of your own", reason, "use precision.master=fp32", where
         )
 
 

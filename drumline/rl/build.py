@@ -63,9 +63,9 @@ def build_generator(
         unsharded: The trainable model, if it is whole on this rank's device (one process, DDP).
             None: the generator samples from a copy.
         build: Returns that copy, with weights in the type that the policy computes in.
-        low_precision: bf16 or fp16, if the policy computes in it; None: it computes in fp32. The
-            trainable model, whose weights are fp32 as a rule, then needs autocast. Continuous
-            batching cannot autocast, so it samples from a copy instead.
+        low_precision: bf16 or fp16, if the policy computes in it; None: it computes in fp32. A
+            trainable model with fp32 weights then needs autocast. Continuous batching cannot
+            autocast, so it samples from a copy instead.
         files: What vLLM reads. Other generators read no files.
         vision: See `HFGenerator`.
     """
@@ -83,12 +83,25 @@ def build_generator(
     else:
         generator_type = HFGenerator
         can_autocast = True
-    if unsharded is not None and (can_autocast or low_precision is None):
-        generator = generator_type(config, unsharded, tokenizer, seed, low_precision, vision)
-        return generator, None
+    if unsharded is not None:
+        autocast = low_precision
+        if low_precision is not None and _has_all_weights_in(unsharded, low_precision):
+            autocast = None
+        if can_autocast or autocast is None:
+            generator = generator_type(config, unsharded, tokenizer, seed, autocast, vision)
+            return generator, None
     whole = InferenceCopy(build)
     generator = generator_type(config, whole.model, tokenizer, seed, vision=vision)
     return generator, whole.refresh
+
+
+def _has_all_weights_in(model: Any, dtype: torch.dtype) -> bool:
+    """Return whether a model computes in `dtype` without autocast, as in pure bf16."""
+    dtypes: set[torch.dtype] = set()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            dtypes.add(parameter.dtype)
+    return dtypes == {dtype}
 
 
 def _vllm_server(

@@ -38,6 +38,10 @@ PURE = {"kind": "bf16", "master": "bf16"}
 KINDS = {
     # Weights, gradients and moments in bf16, and a sum over experts in another order.
     "bf16, stochastic": Kind({"precision": PURE}, 3e-2),
+    # A stage of a pipeline has the routers of some layers alone.
+    "bf16, without a router loss": Kind(
+        {"precision": PURE, "model": {"config": {"output_router_logits": False}}}, 3e-2
+    ),
     "bf16, kahan": Kind({"precision": {**PURE, "rounding": "kahan"}}, 3e-2),
     "4bit": Kind({"adapter": {"kind": "lora", "quantize": "4bit"}}, 1e-5),
     "8bit": Kind({"adapter": {"kind": "lora", "quantize": "8bit"}}, 1e-5),
@@ -47,17 +51,26 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "single": (1, "single"),
     "ep 2": (2, {"kind": "ddp", "ep": 2}),
     "fsdp2 2 x ep 2": (4, {"kind": "fsdp2", "ep": 2}),
+    "fsdp2, ep 2 x pp 2": (4, {"kind": "fsdp2", "ep": 2, "pp": 2}),
+    "tp 2": (2, "tp"),
 }
+# Spreads of one kind alone; it has no others.
+IN_PARTS = ("fsdp2, ep 2 x pp 2", "tp 2")
 OFTEN = [("bf16, stochastic", "ep 2"), ("4bit", "ep 2")]
+
+
+def spreads_of(kind: str) -> list[str]:
+    if kind == "bf16, without a router loss":
+        return list(IN_PARTS)
+    return [name for name in SPREADS if name not in ("single", *IN_PARTS)]
 
 
 def pairs() -> list[Any]:
     found = []
     for kind in KINDS:
-        for name in SPREADS:
-            if name != "single":
-                often = (kind, name) in OFTEN
-                found.append(case(kind, name, id=f"{kind}-{name}", full=not often))
+        for name in spreads_of(kind):
+            often = (kind, name) in OFTEN
+            found.append(case(kind, name, id=f"{kind}-{name}", full=not often))
     return found
 
 

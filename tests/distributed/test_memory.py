@@ -125,6 +125,8 @@ ROWS: dict[str, Row] = {
         SINGLE, 1, {"precision": {**PURE["precision"], "rounding": "kahan"}} | FULL
     ),
     "fsdp2, pure bf16": Row({"kind": "fsdp2"}, 2, PURE, within=0.12),
+    "tp, pure bf16": Row({"kind": "tp"}, 2, PURE, within=0.08),
+    "pp, pure bf16": Row({"kind": "pp"}, 2, PURE | TWO, within=0.12),
     "ddp, adamw_8bit": Row({"kind": "ddp"}, 2, {"optimizer": {"kind": "adamw_8bit"}}),
     "fsdp2, muon": Row({"kind": "fsdp2"}, 2, {"optimizer": {"kind": "muon"}}, within=0.12),
     "single, dora": Row(SINGLE, 1, {"adapter": {"kind": "lora", "dora": True}}),
@@ -216,6 +218,8 @@ REST = (
     "zero1, bf16",
     "zero2",
     "fsdp2, pure bf16",
+    "tp, pure bf16",
+    "pp, pure bf16",
     "ddp x pp, sharded optimizer",
     "tp, full",
     "zero2, lora, bf16, full",

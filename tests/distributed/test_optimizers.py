@@ -54,8 +54,8 @@ KINDS = {
     # Newton-Schulz in bf16: an entry is rounded by up to 0.4%, and where gradients differ by 1e-7
     # some go the other way.
     "muon": Kind({"kind": "muon", "momentum": 0.95}, 2e-3),
-    # Weights, gradients and moments in bf16; noise is by the place in a part, so a shard's is
-    # another's.
+    # Weights, gradients and moments in bf16. Noise is the same, but gradients are summed and rounded
+    # in another order.
     "bf16, stochastic": Kind({}, 2e-2, {"precision": {"kind": "bf16", "master": "bf16"}}),
     "bf16, kahan": Kind(
         {}, 2e-2, {"precision": {"kind": "bf16", "master": "bf16", "rounding": "kahan"}}
@@ -74,6 +74,7 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "ddp 2": (2, "ddp"),
     "tp 2": (2, "tp"),
     "pp 2": (2, "pp"),
+    "cp 2": (2, "cp"),
     "fsdp2 2, offload": (2, {"kind": "fsdp2", "offload": "cpu"}),
     "fsdp2 2 x tp 2": (4, {"kind": "fsdp2", "tp": 2}),
 }
@@ -93,17 +94,19 @@ REST = (
     "on host",
     "muon",
 )
-LOW = ("single", "ddp 2", "fsdp2 2", "fsdp2 2, offload")  # of these alone is pure bf16 asked
+# Of context parallelism only pure bf16 is asked: it cuts no weight.
+OF_LOW_ALONE = ("cp 2",)
 ROUND = ("fsdp2 2", "single", "tp 2", "pp 2", "ddp 2", "fsdp2 2")
-LOW_ROUND = ("fsdp2 2", "single", "ddp 2", "fsdp2 2")
+LOW_ROUND = ("fsdp2 2", "single", "tp 2", "pp 2", "cp 2", "ddp 2", "fsdp2 2")
 # Only these are tried on two degrees at once.
 ON_FOUR = ("muon", "adafactor")
 
 
 def spreads_of(kind: str) -> list[str]:
-    if "bf16" in kind:
-        return list(LOW)
     names = list(ONLY.get(kind, SPREADS))
+    if "bf16" in kind:
+        return names
+    names = [name for name in names if name not in OF_LOW_ALONE]
     if kind not in ON_FOUR and "fsdp2 2 x tp 2" in names:
         names.remove("fsdp2 2 x tp 2")
     return names

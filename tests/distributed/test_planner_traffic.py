@@ -83,6 +83,7 @@ FAR = {
     },
 }
 OWN_HEAD = {"init": "random", "config": {"tie_word_embeddings": False}}
+PURE = {"kind": "bf16", "master": "bf16"}
 SELECTIVE: Sections = {"memory": {"activation_checkpointing": "selective"}}
 
 
@@ -119,11 +120,20 @@ EXACT = [
         {"strategy": {"kind": "tp", "sequence_parallel": False}, **SELECTIVE},
     ),
     Row("cp, selective", 2, {"strategy": "cp", **SELECTIVE}),
+    Row("tp, pure bf16", 2, {"strategy": "tp", "precision": PURE}),
+    Row(
+        "tp, whole stream, pure bf16",
+        2,
+        {"strategy": {"kind": "tp", "sequence_parallel": False}, "precision": PURE},
+    ),
+    Row("cp, pure bf16", 2, {"strategy": "cp", "precision": PURE}),
+    Row("fsdp2 x tp, bf16", 4, {"strategy": {"kind": "fsdp2", "tp": 2}, "precision": "bf16"}),
+    Row("pp, pure bf16", 2, {"strategy": "pp", "precision": PURE, "batch": {"micro_batch": 2}}),
 ]
 # test_parity counts most strategies on an even model. One of each kind that is uneven here; the
 # others with --full alone.
 KEPT = ("tp 2", "ddp, int8")
-assert len(EXACT) == len(UNEVEN) + len(LORA) + len(COMPRESSED) + 9, (
+assert len(EXACT) == len(UNEVEN) + len(LORA) + len(COMPRESSED) + 14, (
     "a row is named that is not there"
 )
 

@@ -123,6 +123,33 @@ def test_a_named_strategy(overrides: list[str], enabled: bool, told: str) -> Non
     assert config.compile.enabled is enabled and told in line and bool(line) == bool(told)
 
 
+@pytest.mark.slow
+def test_a_mixture_compiles_what_is_around_its_experts_with_ep_alone() -> None:
+    """In the usual layout of Qwen3-30B-A3B on a host: bf16 weights and moments, experts on all GPUs,
+    recomputation."""
+
+    def told(strategy: str) -> tuple[bool | None, str]:
+        found = plan(
+            model="qwen3-30b-a3b",
+            cluster="8xh100-80g",
+            length=4096,
+            overrides=[
+                f"strategy={strategy}",
+                "precision={kind: bf16, master: bf16}",
+                "memory.activation_checkpointing=full",
+                "batch={global_samples: 64, micro_batch: 2}",
+                "run.steps=1000",
+            ],
+        )
+        config, line = choose_compile(found.answer.question)
+        return config.compile.enabled, line
+
+    enabled, line = told("{kind: fsdp2, ep: 8}")
+    assert enabled and line.startswith("compile auto: on")
+    enabled, line = told("fsdp2")
+    assert not enabled and "without ep experts are compiled" in line
+
+
 def test_on_a_cpu_it_is_off_and_nothing_is_told(long_run: Plans) -> None:
     found = plan(
         model="llama-3.2-1b",

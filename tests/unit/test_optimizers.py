@@ -7,6 +7,7 @@ import importlib.util
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from drumline.engine.optimizer import (
     take_step,
 )
 from drumline.engine.per_parameter import OptimizerInBackward, OptimizerOnHost, _on_host
+from drumline.engine.place_noise import NoiseByPlace
 from drumline.errors import EnvironmentFault, PlanError
 from drumline.plan.facts import Weight
 from drumline.plan.optimizer_rules import refusals
@@ -247,14 +249,23 @@ def test_quantised_moments_go_on_from_fp32_ones_bit_for_bit(kind: str) -> None:
 
 def low(rounding: str, seed: int = 0) -> Any:
     precision = PrecisionConfig(kind="bf16", master="bf16", rounding=rounding)
-    return lambda groups: BFloat16AdamW(groups, OptimizerConfig(lr=1e-3), precision, seed)
+
+    def make(groups: Any) -> BFloat16AdamW:
+        names = {}
+        for group in groups:
+            for parameter in group["params"]:
+                names[parameter] = f"weight {len(names)}"
+        return BFloat16AdamW(groups, OptimizerConfig(lr=1e-3), precision, seed, names)
+
+    return make
 
 
 def test_stochastic_rounding_is_right_in_the_mean() -> None:
     value = torch.tensor([1.0, 1.001, -3.0101, 1e-20, 0.0])
     rounded = []
-    for seed in range(4000):
-        rounded.append(round_stochastically(value, torch.Generator().manual_seed(seed)))
+    for key in range(4000):
+        drawn_bits = NoiseByPlace.of(value, key).draw(0)
+        rounded.append(round_stochastically(value, drawn_bits))
 
     drawn = torch.stack(rounded)
     assert torch.equal(drawn.bfloat16().float(), drawn), "bf16 holds each"
@@ -268,6 +279,55 @@ def test_stochastic_rounding_is_right_in_the_mean() -> None:
         rtol=2e-4,
         atol=0.0,
     )
+
+
+def test_noise_follows_from_the_place_in_the_whole_parameter() -> None:
+    whole = (6, 5, 8)
+    cpu = torch.device("cpu")
+    expected = NoiseByPlace(whole, whole, (0, 0, 0), 7, cpu).draw(1)
+    assert int(expected.min()) >= 0
+    assert int(expected.max()) < 2**16
+
+    rows = NoiseByPlace(whole, (2, 5, 8), (3, 0, 0), 7, cpu).draw(1)
+    assert torch.equal(rows, expected[3:5])
+    box = NoiseByPlace(whole, (6, 2, 3), (0, 1, 4), 7, cpu).draw(1)
+    assert torch.equal(box, expected[:, 1:3, 4:7])
+    empty = NoiseByPlace(whole, (0, 5, 8), (6, 0, 0), 7, cpu).draw(1)
+    assert empty.shape == (0, 5, 8)
+
+    scalar = NoiseByPlace.of(torch.tensor(1.0), 7).draw(1)
+    assert scalar.shape == ()
+    for other in (
+        NoiseByPlace(whole, whole, (0, 0, 0), 8, cpu).draw(1),
+        NoiseByPlace(whole, whole, (0, 0, 0), 7, cpu).draw(2),
+    ):
+        assert (other == expected).float().mean() < 0.05
+
+
+def test_noise_is_even_and_unrelated_between_draws_rows_and_columns() -> None:
+    """Sums of n independent uniform numbers are within five standard errors of their mean."""
+    noise = NoiseByPlace((256, 512), (256, 512), (0, 0), 3, torch.device("cpu"))
+    draws = []
+    for turn in range(3):
+        # Mean 0, variance 1.
+        draws.append((noise.draw(turn).double() - 32767.5) / 65536 * 12**0.5)
+    first, second, third = draws
+    products = [
+        first,
+        second,
+        third,
+        first * second,
+        second * third,
+        first * third,
+        first[:, 1:] * first[:, :-1],
+        first[1:] * first[:-1],
+        # What two hashes that are only added up would show.
+        first[1:, 1:] * first[:-1, :-1] * first[1:, :-1] * first[:-1, 1:],
+    ]
+    for product in products:
+        assert abs(float(product.mean())) < 5 / product.numel() ** 0.5
+    assert float(first.mean(0).abs().max()) < 5 / 256**0.5
+    assert float(first.mean(1).abs().max()) < 5 / 512**0.5
 
 
 def small_network() -> nn.Module:
@@ -565,15 +625,31 @@ def test_copies_on_the_host_of_what_is_cut_over_gpus_stay_there() -> None:
         dist.destroy_process_group()
 
 
-def refused(strategy: str, **optimizer: Any) -> list[str]:
+def refused(
+    strategy: Any, precision: Any = "fp32", facts: Any = None, **optimizer: Any
+) -> list[str]:
     values = {
         "data": {"train": [{"kind": "file", "path": "x"}]},
         "strategy": strategy,
+        "precision": precision,
         "optimizer": optimizer,
     }
     config = Config.model_validate(values)
-    case = Case(config, config.strategy.mesh(2), "cpu", "fp32", None)
+    kind: Any = config.precision.kind
+    case = Case(config, config.strategy.mesh(2), "cpu", kind, facts)
     return [refusal.name for refusal in refusals(case)]
+
+
+def test_pure_bf16_goes_with_whatever_takes_one_step_together() -> None:
+    pure = {"kind": "bf16", "master": "bf16"}
+    for strategy in ("ddp", "fsdp2", "tp", "cp", "pp", {"kind": "fsdp2", "ep": 2}):
+        assert not refused(strategy, pure), strategy
+    for strategy in ("zero1", "local_sgd", "diloco"):
+        assert refused(strategy, pure) == ["master=bf16 × the strategy"], strategy
+    with_batch_norm: Any = SimpleNamespace(batch_norms=2)
+    assert refused("ddp", pure, with_batch_norm) == ["master=bf16 × batch norm"]
+    assert refused("ddp", pure, kind="lion") == ["master=bf16 × lion"]
+    assert refused("ddp", {"kind": "fp32", "master": "bf16"}) == ["master=bf16 × fp32"]
 
 
 def test_what_does_not_go_together_is_refused() -> None:

@@ -315,6 +315,8 @@ def bytes_moved(layout: Layout, facts: ModelFacts) -> Passes:
     moved_adapted = fitted.MOVED_ADAPTED
     if layout.config.compile.enabled:
         moved -= fitted.BYTES_SAVED_BY_COMPILING
+        if layout.mesh.ep > 1:
+            moved += fitted.BYTES_OF_EAGER_EXPERTS
         moved_adapted *= fitted.ADAPTED_COMPILED
     share_of_rank = UNCUT_SHARE / layout.stream_parts + (1 - UNCUT_SHARE) / tp
     third = over_16_bits * moved / 3 * facts.hidden * facts.layers * share_of_rank

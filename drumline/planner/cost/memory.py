@@ -792,7 +792,8 @@ def _frozen_bytes(layout: Layout, own: Layout, sizes: ModelFacts, model_part: Pi
         return FP32_BYTES * here.entries
     gathered_in = own.strategy.gathered_in(own.precision, own.config.images_alone)
     is_gathered_low = gathered_in is not None
-    if layout.strategy.keeps_low and not is_gathered_low:
+    keeps_low = layout.strategy.keeps_low or layout.is_pure_bf16
+    if keeps_low and not is_gathered_low:
         return LOW_BYTES * here.entries
     low = here.matrices
     if not is_gathered_low:
@@ -817,7 +818,8 @@ def generates_with_weight_copy(layout: Layout) -> bool:
     rollout = layout.config.algorithm.rollout
     if rollout is not None and rollout.lookahead:
         return True
-    return isinstance(generator, ContinuousGenerator) and layout.precision != "fp32"
+    needs_autocast = layout.precision != "fp32" and not layout.is_pure_bf16
+    return isinstance(generator, ContinuousGenerator) and needs_autocast
 
 
 def generator_of(layout: Layout) -> Generator | None:

@@ -459,7 +459,7 @@ def _has_ddp_buckets(layout: Layout) -> bool:
 def _averaging_bytes(layout: Layout, gradients: int, here: Sizes) -> float:
     """Return the bytes of the flat buckets in which gradients are averaged without DDP."""
     optimizer_ranks = layout.strategy.optimizer_shards(layout.mesh)
-    bucket = max(layout.strategy.copies().bucket_cap_mb * MIB, FP32_BYTES * here.largest)
+    bucket = max(layout.strategy.copies().bucket_cap_mb * MIB, entry_bytes(layout) * here.largest)
     if optimizer_ranks > 1:
         # A bucket with the rows of all ranks, and the averaged rows of this rank.
         return min(gradients, bucket) * (1 + 1 / optimizer_ranks)
@@ -561,11 +561,13 @@ def _send_flat_buckets(
     """
     mesh = layout.mesh
     ranks = mesh.data_ranks * mesh.cp
-    experts = FP32_BYTES * (rank_entries["experts_whole"] + rank_entries["experts_tensors"])
+    bytes_per_entry = entry_bytes(layout)
+    experts = rank_entries["experts_whole"] + rank_entries["experts_tensors"]
+    experts *= bytes_per_entry
     calls = math.ceil(experts / BUCKET)
     volume.add("all_reduce", experts, ranks // mesh.ep, "replicate", calls)
-    entries = FP32_BYTES * (rank_entries["trainable"] + rank_entries["tensors"])
-    volume.add("all_reduce", entries, ranks, "gradients", math.ceil(entries / BUCKET))
+    rest = bytes_per_entry * (rank_entries["trainable"] + rank_entries["tensors"])
+    volume.add("all_reduce", rest, ranks, "gradients", math.ceil(rest / BUCKET))
 
 
 def _send_ddp_buckets(
@@ -588,7 +590,8 @@ def _send_ddp_buckets(
         # Which ranks have a gradient: an int32 for each weight.
         tensors = sum(number for _, number in weights)
         volume.add("all_reduce", FP32_BYTES * tensors, ranks, "gradients")
-    buckets = math.ceil(FP32_BYTES * facts.trainable / (options.bucket_cap_mb * MIB))
+    gradient_bytes = entry_bytes(layout) * facts.trainable
+    buckets = math.ceil(gradient_bytes / (options.bucket_cap_mb * MIB))
     collective: Collective = "all_reduce"
     kind = "none"
     if compression.compresses(LATE_STEP if step is None else step):
@@ -606,7 +609,7 @@ def _send_ddp_buckets(
         for weight, number in weights:
             sent += FP32_BYTES * number * _powersgd(weight, compression.rank)
     elif kind == "none":
-        sent = entry_bytes(layout) * facts.trainable
+        sent = gradient_bytes
     else:
         sent = LOW_BYTES * facts.trainable
     volume.add(collective, sent, ranks, "gradients", buckets, "last")

@@ -48,6 +48,7 @@ from drumline.planner.cost.terms import (
     CommunicationVolume,
     Copied,
     Flow,
+    entry_bytes,
 )
 from drumline.planner.cost.traffic import flows
 from drumline.planner.strategies.base import cost_of
@@ -435,7 +436,12 @@ def _token_seconds(
     # Under autocast, sampling reads the fp32 weights of the policy. A copy and the models of vLLM and
     # DeepSpeed are in the type in which they compute.
     bytes_per_entry = FP32_BYTES
-    has_low_weights = is_vllm or generates_with_weight_copy(layout) or layout.strategy.keeps_low
+    has_low_weights = (
+        is_vllm
+        or generates_with_weight_copy(layout)
+        or layout.strategy.keeps_low
+        or layout.is_pure_bf16
+    )
     if layout.precision != "fp32" and has_low_weights:
         bytes_per_entry = LOW_BYTES
     bandwidth = memory_bandwidth(cluster)
@@ -464,5 +470,5 @@ def _refresh_seconds(
     is_sharded = world > layout.mesh.replicate
     if not has_own_weights or not is_sharded:
         return 0.0
-    bytes_ = FP32_BYTES * facts.parameters * (world - 1) / world
+    bytes_ = entry_bytes(layout) * facts.parameters * (world - 1) / world
     return cluster.collective_seconds("all_gather", bytes_, world)

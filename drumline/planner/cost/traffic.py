@@ -32,6 +32,7 @@ from drumline.planner.cost.terms import (
     CommunicationVolume,
     axis_of_experts,
     compute_mode_of,
+    entry_bytes,
     stream_entry_bytes,
 )
 from drumline.planner.strategies.base import cost_of
@@ -186,15 +187,13 @@ def pipeline(
     strategy = layout.strategy
     if mesh.pp == 1 or layout.pipeline is None:
         return
-    # The residual stream is fp32 under autocast.
-    precision = strategy.gathered_in(layout.precision, layout.config.images_alone) or "fp32"
-    message = layout.rows * layout.max_length * facts.hidden * PRECISION_BYTES[precision]
+    message = layout.rows * layout.max_length * facts.hidden * stream_entry_bytes(layout)
     boundaries = mesh.pp * layout.pipeline.stages_per_rank - 1
     # One forward and one back over each boundary, in each micro-batch.
     messages = 2 * layout.batch.accumulation * boundaries
     volume.add("p2p", messages * message, mesh.pp, "pp", messages)
     # A tied head is a weight of the first and of the last stage.
-    tied = FP32_BYTES * rank_entries["tied"] / strategy.shards(mesh)
+    tied = entry_bytes(layout) * rank_entries["tied"] / strategy.shards(mesh)
     volume.add("p2p", tied, mesh.pp, "pp", 2)
 
 
@@ -440,13 +439,15 @@ def _whole_stream(
         gathered += sizes.gathered_outputs
         # Of the two row-parallel layers of a block, the last one is not made again (_is_summed_again).
         output_calls = calls * 1.5
-    gradient_bytes = tokens * FP32_BYTES * gradients
+    # Gradients have the type of what they are gradients of: the stream, or a weight while it computes.
+    bytes_per_gradient = stream_entry_bytes(layout)
+    gradient_bytes = tokens * bytes_per_gradient * gradients
     volume.add("all_reduce", gradient_bytes, ranks, "tp", calls)
     output_bytes = tokens * low * outputs
     volume.add("all_reduce", output_bytes, ranks, "tp", output_calls)
     gathered_bytes = tokens * low * gathered / ranks
     volume.add("all_gather", gathered_bytes, ranks, "tp", calls)
-    weight_bytes = FP32_BYTES * micro_batches * sizes.weights
+    weight_bytes = bytes_per_gradient * micro_batches * sizes.weights
     volume.add("all_reduce", weight_bytes, ranks, "tp", micro_batches)
 
 
@@ -491,7 +492,7 @@ def _cut_stream(
     volume.add("all_gather", tokens / ranks * gathered, ranks, "tp", calls)
     volume.add("reduce_scatter", tokens * low * reduces, ranks, "tp", calls)
     embedding = tokens * widths(facts, mesh.pp > 1).embedding
-    summed = FP32_BYTES * (embedding + micro_batches * sizes.weights)
+    summed = stream_entry_bytes(layout) * (embedding + micro_batches * sizes.weights)
     volume.add("all_reduce", summed, ranks, "tp", 2 * micro_batches)
 
 

@@ -41,7 +41,12 @@ from drumline.planner.search.answer import (
     is_speed_confirmed,
     risk_adjusted_speed,
 )
-from drumline.planner.search.compiling import describe_compile, reason_against, set_compile
+from drumline.planner.search.compiling import (
+    describe_compile,
+    reason_against,
+    reason_against_layout,
+    set_compile,
+)
 from drumline.planner.search.search import evaluate, search, search_strategy
 
 BILLION = 1_000_000_000
@@ -265,7 +270,8 @@ def choose_compile(question: Question) -> tuple[Config, str]:
         return config, ""
     try:
         chosen = evaluate(question, set_compile(config, False), "eager")
-        if not reason_against(config, facts, cluster):
+        reason = reason_against(config, facts, cluster)
+        if not reason and not reason_against_layout(chosen.layout, facts):
             compiled = evaluate(question, set_compile(config, True), "compiled")
             if risk_adjusted_speed(compiled) * (1 - TIE) > risk_adjusted_speed(chosen):
                 chosen = compiled

@@ -31,7 +31,10 @@ def set_compile(config: Config, is_enabled: bool) -> Config:
 
 
 def reason_against(config: Config, facts: ModelFacts, cluster: Cluster) -> str:
-    """Return why `compile: auto` leaves a run eager, whatever its seconds; empty if there is no reason."""
+    """Return why `compile: auto` leaves a run eager, whatever its layout and its seconds.
+
+    Empty if there is no reason. See also `reason_against_layout`.
+    """
     if cluster.device.kind == "cpu":
         return "on a CPU compiling takes minutes, and what it gains is not known"
     if config.images_alone or config.has_own_module or facts.vision_language:
@@ -40,8 +43,6 @@ def reason_against(config: Config, facts: ModelFacts, cluster: Cluster) -> str:
         return "what it gains is not known for an encoder and a decoder"
     if config.algorithm.rollout is not None or config.eval.generates:
         return "the blocks also sample, and each new length would be compiled anew"
-    if facts.experts:
-        return "how many tokens come to an expert is another number each time"
     if packed_bits(config):
         return "unpacking a weight is not compiled, so a block would fall into many parts"
     if cluster.is_this_machine:
@@ -59,9 +60,20 @@ def _missing_tool() -> str:
     return ""
 
 
+def reason_against_layout(layout: Layout, facts: ModelFacts) -> str:
+    """Return why a layout stays eager, whatever its seconds; empty if there is no reason.
+
+    With `ep`, the experts of a mixture are not compiled, only what is around them. Without it they
+    are a part of the compiled block.
+    """
+    if facts.experts and layout.mesh.ep == 1:
+        return "how many tokens come to an expert is another number each time, and without ep experts are compiled"
+    return _rule_against_compiling(layout, facts)
+
+
 def compile_speeds_up_step(layout: Layout, facts: ModelFacts, cluster: Cluster) -> bool:
     """Return whether compiling makes a step faster. Then the length of the run decides if it pays."""
-    if reason_against(layout.config, facts, cluster) or _rule_against_compiling(layout, facts):
+    if _any_reason_against(layout, facts, cluster):
         return False
     eager, compiled = _both(layout, facts, cluster)
     return _is_gain(eager, compiled)
@@ -74,7 +86,7 @@ def describe_compile(layout: Layout, facts: ModelFacts, cluster: Cluster, steps:
     """
     if layout.device == "cpu":
         return ""
-    reason = reason_against(layout.config, facts, cluster) or _rule_against_compiling(layout, facts)
+    reason = _any_reason_against(layout, facts, cluster)
     if reason:
         return f"compile auto: off: {reason}"
     eager, compiled = _both(layout, facts, cluster)
@@ -92,6 +104,12 @@ def describe_compile(layout: Layout, facts: ModelFacts, cluster: Cluster, steps:
     if steps is None:
         return f"{text}, so it pays from step {math.ceil(compiled.startup / saved):,} on"
     return f"{text}, which saves {number(saved * steps)} s over {steps:,} steps"
+
+
+def _any_reason_against(layout: Layout, facts: ModelFacts, cluster: Cluster) -> str:
+    """Return why a layout stays eager, because of the run or of the layout; empty without a reason."""
+    reason = reason_against(layout.config, facts, cluster)
+    return reason or reason_against_layout(layout, facts)
 
 
 def _both(layout: Layout, facts: ModelFacts, cluster: Cluster) -> tuple[Estimate, Estimate]:

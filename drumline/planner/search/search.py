@@ -57,7 +57,11 @@ from drumline.planner.search.answer import (
     why_not,
 )
 from drumline.planner.search.budget import CHECKPOINTING, checkpointing_modes, within_budget
-from drumline.planner.search.compiling import reason_against, set_compile
+from drumline.planner.search.compiling import (
+    reason_against,
+    reason_against_layout,
+    set_compile,
+)
 from drumline.planner.search.correction import correct_estimate
 from drumline.planner.strategies.base import Space, StrategyCost, cost_of
 
@@ -389,6 +393,8 @@ class _Estimator:
 
         Otherwise return the eager candidate.
         """
+        if reason_against_layout(eager.layout, self.question.facts):
+            return eager
         compiled = self.best_of(eager.layout.strategy, family, exclude_tight, is_compiled=True)
         if compiled is None:
             return eager
