@@ -374,8 +374,9 @@ class AttentionMemory(NamedTuple):
     score_bytes: float
     # Bytes of an entry of the mask of dropout over the results of attention and feed-forward.
     stream_mask_bytes: int
-    # Results of single documents are joined for the next layer, and backward needs both.
-    joins_documents: bool = False
+    # The next layer gets a copy of attention's result, and backward needs both: results of single
+    # documents are joined, and Ulysses exchanges heads for tokens.
+    copies_result: bool = False
     # No fused kernel takes its heads: torch computes the scores by separate operators, in fp32.
     is_by_operators: bool = False
 
@@ -473,7 +474,9 @@ def _attention_memory(layout: Layout, facts: ModelFacts) -> AttentionMemory:
         # A mask of the unsharded row. The ring makes none, but has keys for all heads.
         mask_entries = layout.max_length * mesh.cp
     is_ring = mesh.cp > 1 and layout.strategy.context_method() == "ring"
+    exchanges_heads = mesh.cp > 1 and not is_ring
     score_bytes = _score_bytes(layout, facts, kernel)
+    joins_documents = kernel == "documents" and not score_bytes and needs_bounds
     stream_mask_bytes = 0
     if facts.drops_stream:
         stream_mask_bytes = _mask_bytes(layout)
@@ -491,7 +494,7 @@ def _attention_memory(layout: Layout, facts: ModelFacts) -> AttentionMemory:
         repeats_keys=repeats_keys,
         score_bytes=score_bytes,
         stream_mask_bytes=stream_mask_bytes,
-        joins_documents=kernel == "documents" and not score_bytes and needs_bounds,
+        copies_result=joins_documents or exchanges_heads,
         is_by_operators=is_by_operators,
     )
 
@@ -649,7 +652,9 @@ def _activations(facts: ModelFacts, setup: Setup) -> Activations:
         here = 2 * saved_block
         if not block.is_trainable:
             here += whole_stream
-        live = _Live(live.forward + here, live.backward + here)
+        # While forward runs, the model holds what its embedding gave, which is moved too.
+        of_embedding = whole_stream if block.is_trainable else 0.0
+        live = _Live(live.forward + here + of_embedding, live.backward + here)
         if setup.offloads_to_host:
             offloaded = saved_block
             saved_block -= offloaded
@@ -734,13 +739,15 @@ def _live_in_chunks(
     states = setup.entry_bytes * block.hidden
     # The gradients of chunks lie beside the last chunk, and then twice, while they are joined.
     backward = max(live.backward + stream + kept_of_chunk, 4 * stream + states)
-    chunk_forward = kept_of_chunk + _feed_forward_results(block, setup) + 2 * states
+    # In forward a chunk keeps nothing. The results of other chunks and the residual are there.
+    chunk_forward = _feed_forward_results(block, setup) + states + stream
     return _Live(max(live.forward, chunk_forward), backward)
 
 
 def _forward_with_recomputation(block: Block, setup: Setup, stream: float) -> float:
     """Return what lives in the forward of a block that keeps nothing but its input."""
-    states = setup.entry_bytes * block.hidden
+    # What the feed-forward part has given: all of it, or the results of the chunks before.
+    states = setup.entry_bytes * block.hidden * (1 - setup.mlp_chunk)
     whole_stream = setup.stream_entry_bytes * block.hidden
     forward = 2 * stream + _feed_forward_results(block, setup) + states
     if setup.attention.is_by_operators:
@@ -918,7 +925,7 @@ def _add_attention(block: Block, setup: Setup, saved: float) -> float:
     else:
         entries = 2 * queries + 2 * keys
     saved += setup.entry_bytes * (attention.mask_entries + entries)
-    if attention.joins_documents and block.keeps_input_of("out"):
+    if attention.copies_result and block.keeps_input_of("out"):
         saved += setup.entry_bytes * queries
     # Each token has a score for each token of its row, or one log-sum-exp in place of them.
     scores = setup.length * attention.score_bytes or LOG_SUM_EXP_BYTES
