@@ -999,15 +999,19 @@ def head_bytes(
     tokens: float,
     trainable: bool,
     outputs: frozenset[HeadOutput] = CROSS_ENTROPY,
+    is_capped: bool = False,
 ) -> HeadBytes:
     """Return the bytes of the logits of a micro-batch, and of the gradient of its head.
 
     `vocabulary`: rows of the head on this rank. `chunk`: tokens whose logits exist at once; 0: all.
     `tokens`: of the micro-batch. `trainable`: the head has a gradient. `outputs`: what the objective
-    computes of the logits, which matters without chunks alone.
+    computes of the logits, which matters without chunks alone. `is_capped`: the model caps all its
+    logits, and keeps the tanh for backward; they are never computed in chunks.
     """
     if chunk == 0:
-        return _head_bytes_of_autograd(kind, vocabulary, hidden, tokens, trainable, outputs)
+        return _head_bytes_of_autograd(
+            kind, vocabulary, hidden, tokens, trainable, outputs, is_capped
+        )
     weight = 0.0
     if trainable:
         weight = float(FP32_BYTES) * vocabulary * hidden
@@ -1070,16 +1074,19 @@ def _head_bytes_of_autograd(
     tokens: float,
     trainable: bool,
     outputs: frozenset[HeadOutput],
+    is_capped: bool,
 ) -> HeadBytes:
     """Return the bytes of a head whose logits all exist at once. A test counts the tensors.
 
-    The gradient of the head is made when all fp32 tensors of logits are gone.
+    The gradient of the head is made when all fp32 tensors of logits are gone. The tanh of capped
+    logits is there from the loss until then.
     """
     logits = tokens * vocabulary
     weight = float(vocabulary) * hidden
     entry = FP32_BYTES if kind == "fp32" else LOW_BYTES
     tensors = _logit_tensors(kind, outputs)
-    of_softmax = FP32_BYTES * tensors.fp32_in_backward * logits
+    of_cap = entry * logits if is_capped else 0.0
+    of_softmax = FP32_BYTES * tensors.fp32_in_backward * logits + of_cap
     # The gradient of the logits that the head made, of its input, and of its weight.
     of_product = entry * (logits + tokens * hidden)
     of_cast = 0.0
@@ -1092,7 +1099,7 @@ def _head_bytes_of_autograd(
             # The gradient of autocast's copy of the weight becomes the gradient of the weight.
             of_cast = gradient_after_head + LOW_BYTES * weight
     return HeadBytes(
-        loss=(entry * tensors.of_head + FP32_BYTES * tensors.fp32) * logits,
+        loss=(entry * tensors.of_head + FP32_BYTES * tensors.fp32) * logits + of_cap,
         gradients=max(of_softmax, of_product, of_cast),
         backward=gradient_after_head,
         gradient_after_head=gradient_after_head,
