@@ -61,6 +61,7 @@ from drumline.vendor.torch import (
     current_graph_task_id,
     local_scalar_dense,
     to_copy,
+    wait_tensor,
 )
 from drumline.version import __version__
 
@@ -489,6 +490,9 @@ class Watch(LiveBytes):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is wait_tensor.default:
+            # A real one waits for a collective and returns its argument; a fake one makes a copy.
+            return args[0]
         result = super().__torch_dispatch__(func, types, args, kwargs)
         is_cast = func in (to_copy.default, _ATEN.to.dtype) and isinstance(result, torch.Tensor)
         # Autocast casts weights. The strategy counts these casts; they are no activations.

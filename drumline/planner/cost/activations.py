@@ -50,6 +50,10 @@ INT64_BYTES = 8
 # root of the mean square, a layer norm the mean and the reciprocal standard deviation.
 RMS_STATISTICS_BYTES = FP32_BYTES
 LAYER_NORM_STATISTICS_BYTES = 2 * FP32_BYTES
+# fp32 tensors of the hidden width in the backward of an RMS norm of separate operators: gradients of
+# its input by both factors and by the mean, and what they are computed from. A stream in 16 bits adds
+# one, the gradient as a copy in fp32.
+RMS_NORM_GRADIENTS = 4
 # Bytes that attention in tiles keeps of each token and head for its backward: one fp32 number, from
 # which it computes the softmax again (Dao 2023).
 LOG_SUM_EXP_BYTES = FP32_BYTES
@@ -623,6 +627,8 @@ def _activations(facts: ModelFacts, setup: Setup) -> Activations:
     stream = whole_stream / setup.stream_parts
     saved = _saved_without_recomputation(facts, block, setup)
     live = _live_without_recomputation(block, setup)
+    in_norm = _live_in_norm(block, setup, saved.feed_forward)
+    live = _Live(live.forward, max(live.backward, in_norm))
     everything = saved.around
     if not setup.mlp_chunk:
         everything += saved.feed_forward
@@ -722,6 +728,24 @@ def _live_without_recomputation(block: Block, setup: Setup) -> _Live:
     # The embedding's result is there while blocks run.
     forward += 2 * gathered + whole_stream - stream
     return _Live(forward, backward)
+
+
+def _live_in_norm(block: Block, setup: Setup, feed_forward: float) -> float:
+    """Return what lives in the backward of the norm before a feed-forward part, in bytes of a token.
+
+    By then what the feed-forward part kept (`feed_forward`) is freed. That is more than the norm
+    needs, unless tensor parallelism cuts the feed-forward part and leaves the stream whole. It is 0
+    for norms of one kernel.
+    """
+    if not block.has_rms_norms or setup.is_compiled:
+        return 0.0
+    copies = 1 if setup.kind == "low" else 0
+    tensors = (RMS_NORM_GRADIENTS + copies) * FP32_BYTES * block.hidden
+    gradient = setup.stream_entry_bytes * block.hidden
+    if block.is_trainable:
+        # The gradient of the scale has freed what the norm had normed, which is as large.
+        gradient = 0
+    return (tensors + gradient) / setup.stream_parts - feed_forward
 
 
 def _score_tensor(block: Block, setup: Setup) -> float:
