@@ -60,9 +60,11 @@ from drumline.models.shapes import check_length, full_config
 from drumline.models.vocabulary import Growth, growth_of, set_rows
 from drumline.plan.facts import ModelFacts
 
+# The config key for the soft-capping of logits, by a tanh: Gemma 2.
+LOGIT_CAP = "final_logit_softcapping"
 # Config keys for the soft-capping and scaling of logits: Gemma 2, Cohere, Granite.
 # `models.head.can_split` tries the model itself.
-LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+LOGIT_KEYS = (LOGIT_CAP, "logit_scale", "logits_scaling")
 # Config keys of GPT-2, Llama, BERT, OPT, StarCoder 2 and T5 for dropout over a block's outputs to the
 # residual stream, and of Mixtral for noise on it before the router.
 STREAM_DROPOUTS = (
@@ -384,6 +386,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         has_router_bias=has_router_bias(model),
         flops_per_image_token=flops_per_image_token,
         changes_logits=_changes_logits(model, text_config),
+        caps_logits=getattr(text_config, LOGIT_CAP, None) is not None,
         keeps_scores=getattr(config, "_attn_implementation", None) == "eager",
         caps_scores=has_soft_caps(text_config),
         drops_scores=has_score_dropout(text_config),

@@ -145,6 +145,8 @@ class ModelFacts:
     end_weights: tuple[Weight, ...] = ()
     # It caps or scales the logits, so all are computed at once, whatever loss_chunk is.
     changes_logits: bool = False
+    # It caps the logits by a tanh, whose result backward reads.
+    caps_logits: bool = False
     # Its config adds the loss that balances the experts of a mixture.
     trains_router: bool = False
     # The router of each of its mixtures has a bias for the choice alone (models.router_load).

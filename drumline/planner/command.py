@@ -20,7 +20,9 @@ from drumline.planner.question import (
     FoundModel,
     PlanRequest,
     build_request,
+    load_cluster,
     load_with_flags,
+    move_to_cluster,
     order_overrides,
 )
 from drumline.planner.report import table
@@ -184,15 +186,19 @@ def _report_cheapest(options: Options, deadline: float, console: Console, aside:
         flags = []
         for offer in parse_offers(options.offers):
             flags.append(replace(options.flags, cluster=offer.host, price=offer.price))
+    # The config is loaded and the model found once; further offers differ in their devices alone.
+    loaded = load_with_flags(options.config, options.overrides, flags[0])
+    with bars(aside) as on_progress:
+        requests = [build_request(loaded, on_progress)]
+    for other in flags[1:]:
+        described = load_cluster(loaded, options.config, options.overrides, other)
+        requests.append(move_to_cluster(requests[0], described))
     questions: list[Question] = []
-    notes: list[str] = []
-    for each in flags:
-        loaded = load_with_flags(options.config, options.overrides, each)
-        with bars(aside) as on_progress:
-            request = build_request(loaded, on_progress)
+    notes: list[str] = [*loaded.notes]
+    for request in requests:
         question = request.question
         questions.append(question)
-        notes += [*loaded.notes, *request.notes]
+        notes += request.notes
         if question.cluster.nodes == 1:
             # More hosts than one will be planned for.
             notes += network_notes(question.config.cluster, 2, question.cluster.inter.name)

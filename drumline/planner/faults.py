@@ -252,6 +252,16 @@ def run_under_faults(
     )
 
 
+def goodput_range(candidate: Candidate, cluster: Cluster, facts: ModelFacts) -> tuple[float, float]:
+    """Return the lowest and the highest expected share of the time that is training.
+
+    They are those of the longest and of the shortest restarts that were measured.
+    """
+    slow = run_under_faults(candidate, cluster, facts, pace="longest")
+    fast = run_under_faults(candidate, cluster, facts, pace="shortest")
+    return slow.goodput(), fast.goodput()
+
+
 def _hosts(devices: int, cluster: Cluster) -> int:
     """Return the number of hosts with so many devices."""
     return math.ceil(devices / cluster.per_node)

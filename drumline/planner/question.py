@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from drumline.config.cluster import cluster_from_string
+from drumline.config.cluster import ClusterConfig, cluster_from_string
 from drumline.config.config import Config, LoRAConfig
 from drumline.config.load import Loaded, load_lines, load_text, override_label, reader
 from drumline.config.model import ModelConfig
@@ -160,10 +160,7 @@ def load_with_flags(
 
     Raises ConfigError or UserError.
     """
-    # The first word may be an override, if there is no YAML at all.
-    if isinstance(config, str | Path) and _is_override(str(config)):
-        overrides = [str(config), *overrides]
-        config = None
+    config, overrides = _without_first_override(config, overrides)
     by_flag = flags.overrides()
     if config is None:
         # First, so that a later override of the algorithm goes before it.
@@ -177,6 +174,15 @@ def load_with_flags(
         if config is None:
             return load_lines(WITHOUT_DATA, ordered, FLAGS_ONLY_PATH)
         return reader(config)(ordered)
+
+
+def _without_first_override(
+    config: str | Path | Mapping[str, Any] | None, overrides: list[str]
+) -> tuple[str | Path | Mapping[str, Any] | None, list[str]]:
+    """Return the config and all overrides; the first word is one of them if there is no YAML at all."""
+    if isinstance(config, str | Path) and _is_override(str(config)):
+        return None, [str(config), *overrides]
+    return config, overrides
 
 
 def _is_override(text: str) -> bool:
@@ -253,7 +259,7 @@ def build_request(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
         roles,
         data,
         cluster,
-        needs_all_processes=config.launch.nproc is not None and cluster.is_this_machine,
+        needs_all_processes=_needs_all_processes(config, cluster),
         may_install=not cluster.is_this_machine,
     )
     if not config.images_alone:
@@ -280,6 +286,69 @@ def _cluster_to_plan_for(config: Config) -> Cluster:
         what = f"run.device is cpu, and the cluster to plan for is of {cluster.device.name}"
         raise PlanError(what, where="run.device", fix="take one of the two out")
     return cluster
+
+
+def load_cluster(
+    loaded: Loaded,
+    config: str | Path | Mapping[str, Any] | None,
+    overrides: list[str],
+    flags: Flags,
+) -> ClusterConfig:
+    """Return the section `cluster` that flags describe, under those overrides that are of it.
+
+    `loaded`: what `load_with_flags` returned for the same `config` and `overrides`, and another
+    cluster. Nothing but this section is read again. Raises ConfigError or UserError.
+    """
+    _, overrides = _without_first_override(config, overrides)
+    by_flag = {}
+    for override, flag in flags.overrides().items():
+        if _is_of_cluster(override):
+            by_flag[override] = flag
+    of_cluster = [override for override in overrides if _is_of_cluster(override)]
+    with name_flags_in_errors(by_flag):
+        ordered = order_overrides(list(by_flag), of_cluster)
+        described = load_text(WITHOUT_DATA, ordered, FLAGS_ONLY_PATH).cluster
+    assert described is not None, "a flag describes it"
+    if described.calibration is None or loaded.config.cluster is None:
+        return described
+    # The path of the file, from the folder of the config on.
+    calibration = loaded.config.cluster.calibration
+    return described.model_copy(update={"calibration": calibration})
+
+
+def _is_of_cluster(override: str) -> bool:
+    """Return whether an override sets the section `cluster` or a key in it."""
+    key, _, _ = override.partition("=")
+    section, _, _ = key.partition(".")
+    return section == "cluster"
+
+
+def move_to_cluster(request: PlanRequest, described: ClusterConfig) -> PlanRequest:
+    """Return the request for the same run on other devices, with the notes on these alone.
+
+    The model, its sizes and the data are taken from `request`. Raises PlanError as `build_request`
+    does.
+    """
+    config = request.question.config.model_copy(update={"cluster": described})
+    cluster = _cluster_to_plan_for(config)
+    question = replace(
+        request.question,
+        config=config,
+        cluster=cluster,
+        needs_all_processes=_needs_all_processes(config, cluster),
+        has_deepspeed=_has_deepspeed(may_install=not cluster.is_this_machine),
+    )
+    return replace(request, question=question, notes=cluster.notes)
+
+
+def _needs_all_processes(config: Config, cluster: Cluster) -> bool:
+    """Return whether the config sets the number of processes of this machine."""
+    return config.launch.nproc is not None and cluster.is_this_machine
+
+
+def _has_deepspeed(may_install: bool) -> bool:
+    """Return whether DeepSpeed is installed, or can be installed where the run will be."""
+    return may_install or importlib.util.find_spec("deepspeed") is not None
 
 
 def build_question(
@@ -320,7 +389,7 @@ def build_question(
         data=data,
         roles=roles,
         needs_all_processes=needs_all_processes,
-        has_deepspeed=may_install or importlib.util.find_spec("deepspeed") is not None,
+        has_deepspeed=_has_deepspeed(may_install),
     )
 
 

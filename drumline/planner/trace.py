@@ -61,12 +61,13 @@ from drumline.vendor.torch import (
     current_graph_task_id,
     local_scalar_dense,
     to_copy,
+    wait_tensor,
 )
 from drumline.version import __version__
 
 logger = logging.getLogger(__name__)
 # The version of stored traces, a part of their names. Raise it if traces get other results.
-VERSION = 7
+VERSION = 8
 # Seconds after which a trace in a child is given up. Most take seconds.
 CHILD_SECONDS = 300
 # Layers after which their types repeat, such as five local ones and a global one. No more layers than
@@ -444,6 +445,8 @@ class Watch(LiveBytes):
         self.saved_at: dict[str, int] = {}
         self.peaks_at: dict[str, int] = {}
         self._gradients = Tags()
+        # The newest result of a product that gives a weight's gradient.
+        self._newest_gradient = Tags()
         self._casts = Tags()
         self._weights = set[int]()
         for parameter in model.parameters():
@@ -487,12 +490,34 @@ class Watch(LiveBytes):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is wait_tensor.default:
+            # A real one waits for a collective and returns its argument; a fake one makes a copy.
+            return args[0]
         result = super().__torch_dispatch__(func, types, args, kwargs)
         is_cast = func in (to_copy.default, _ATEN.to.dtype) and isinstance(result, torch.Tensor)
         # Autocast casts weights. The strategy counts these casts; they are no activations.
         if is_cast and self._storages(args[0]) & self._weights:
             self._tag(result, self._casts)
+        if func is _ATEN.mm.default and current_graph_task_id() != -1:
+            self._note_product(args, result)
         return result
+
+    def _note_product(self, factors: Sequence[torch.Tensor], product: torch.Tensor) -> None:
+        """Note the product of two matrices in backward as a gradient, if it is one of a weight.
+
+        No factor is a weight then. Chunks use a weight several times, and autograd adds the gradients
+        of all uses before it accumulates them. So earlier ones that still exist are gradients; the
+        newest is one when it has been accumulated, or when the next is made.
+        """
+        weights = self._weights | self._casts.keys()
+        for factor in factors:
+            if self._storages(factor) & weights:
+                return
+        for key, reference in self._newest_gradient.items():
+            if self._references.get(key) is reference:
+                self._gradients[key] = reference
+        self._newest_gradient = Tags()
+        self._tag(product, self._newest_gradient)
 
     def _tag_gradient(self, parameter: torch.Tensor) -> None:
         """Note the gradient of a parameter as one."""

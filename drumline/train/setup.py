@@ -73,7 +73,7 @@ from drumline.plan.strategy_engine import engine_spec
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
 from drumline.planner.embedding import resolve_embedding
-from drumline.planner.faults import MTBF_HOURS, run_under_faults
+from drumline.planner.faults import MTBF_HOURS, goodput_range, run_under_faults
 from drumline.planner.new_tokens import vocabulary_notes, with_trainable_token_embeddings
 from drumline.planner.question import (
     FoundModel,
@@ -273,17 +273,23 @@ def _with_saves(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
     run repeat.
     """
     assert plan.predicted.estimate is not None
-    best = run_under_faults(Candidate("", plan, plan.predicted.estimate), cluster, facts)
+    candidate = Candidate("", plan, plan.predicted.estimate)
+    best = run_under_faults(candidate, cluster, facts)
     steps_between_saves = best.every
     seconds_per_step = best.step
     checkpoint = plan.config.checkpoint.model_copy(update={"every": steps_between_saves})
     config = plan.config.model_copy(update={"checkpoint": checkpoint})
     seconds_between_saves = steps_between_saves * seconds_per_step
     mtbf_hours = cluster.mtbf_hours or MTBF_HOURS
+    low, high = (f"{share:.1%}" for share in goodput_range(candidate, cluster, facts))
+    training = f"{best.goodput():.1%}"
+    if low != high:
+        # How long a restart takes is known as a range only.
+        training += f" ({low}-{high})"
     line = (
         f"checkpoint.every auto: {steps_between_saves} steps, {seconds_between_saves:.3g} s"
         f" at {seconds_per_step:.3g} s a step;"
-        f" with a fault of a device in {mtbf_hours:,.0f} hours, {best.goodput():.1%} of the time is training"
+        f" with a fault of a device in {mtbf_hours:,.0f} hours, {training} of the time is training"
     )
     return plan.model_copy(update={"config": config, "why": [line, *plan.why]})
 

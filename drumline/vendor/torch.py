@@ -52,6 +52,7 @@ PLACES = {
     "tree_map_only": "torch.utils._pytree:tree_map_only",
     "tree_unflatten": "torch.utils._pytree:tree_unflatten",
     "unpin_memory": "torch.cuda._pin_memory_utils:unpin_memory",
+    "wait_tensor": "torch:ops._c10d_functional.wait_tensor",
 }
 MEMBERS = {
     "torch:Tensor": ("_base", "_is_view"),

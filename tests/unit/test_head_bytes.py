@@ -62,13 +62,29 @@ class Peaks(NamedTuple):
     backward: int
 
 
-def peaks_of(kind: str, tokens: int, vocabulary: int, hidden: int, outputs: set[str]) -> Peaks:
+class CappedHead(LinearHead):
+    """A head whose logits are capped as Gemma 2 caps them."""
+
+    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        logits_NV = super().logits(hidden_ND) / 30.0
+        logits_NV = torch.tanh(logits_NV)
+        return logits_NV * 30.0
+
+
+def peaks_of(
+    kind: str,
+    tokens: int,
+    vocabulary: int,
+    hidden: int,
+    outputs: set[str],
+    head_class: type[LinearHead] = LinearHead,
+) -> Peaks:
     """Return the peaks of an objective over all logits, in the way that `kind` computes."""
     dtype = torch.bfloat16 if kind == "low" else torch.float32
     hidden_ND = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
     weight_VD = torch.randn(vocabulary, hidden, dtype=dtype, requires_grad=True)
     targets_N = torch.randint(vocabulary, (tokens,))
-    head = LinearHead(weight_VD)
+    head = head_class(weight_VD)
     autocast: Any = contextlib.nullcontext()
     if kind == "autocast":
         autocast = torch.autocast("cpu", torch.bfloat16)
@@ -98,6 +114,15 @@ def test_all_logits_are_counted_as_torch_holds_them(kind: Any, outputs: Any) -> 
     """Logits are all that counts here: there are many tokens, and the width is small."""
     counted = head_bytes(kind, 1000, 8, 0, 512, True, frozenset(outputs))
     measured = peaks_of(kind, 512, 1000, 8, set(outputs))
+    assert counted.loss == pytest.approx(measured.loss, rel=0.02)
+    assert counted.gradients == pytest.approx(measured.backward, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "autocast", "low"])
+@pytest.mark.parametrize("outputs", [["cross_entropy"], ["log_probs"]], ids="-".join)
+def test_the_tanh_of_capped_logits_is_counted(kind: Any, outputs: Any) -> None:
+    counted = head_bytes(kind, 1000, 8, 0, 512, True, frozenset(outputs), True)
+    measured = peaks_of(kind, 512, 1000, 8, set(outputs), CappedHead)
     assert counted.loss == pytest.approx(measured.loss, rel=0.02)
     assert counted.gradients == pytest.approx(measured.backward, rel=0.02)
 

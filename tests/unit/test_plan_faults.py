@@ -27,6 +27,7 @@ from drumline.planner.faults import (
     RESTART,
     CheckpointTier,
     RunUnderFaults,
+    goodput_range,
     run_under_faults,
 )
 from drumline.planner.search.answer import Candidate
@@ -267,6 +268,8 @@ def test_what_a_fault_costs_is_a_range() -> None:
     goodputs = [paces[pace].goodput() for pace in ("longest", "median", "shortest")]
     assert goodputs == sorted(goodputs)
     assert len({made.every for made in paces.values()}) == 1
+    ends = goodput_range(first, asked.cluster, asked.facts)
+    assert ends == (goodputs[0], goodputs[2])
 
     several = replace(asked.cluster, nodes=4)
     made = run_under_faults(first, several, asked.facts, devices=32)

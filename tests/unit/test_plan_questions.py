@@ -13,10 +13,14 @@ import pytest
 
 from drumline.cli.plan import parse_count
 from drumline.errors import UserError
+from drumline.planner import command
+from drumline.planner.question import build_request
 from drumline.planner.report.cheapest import HostOffer, parse_duration, parse_offers
+from drumline.planner.search import cheapest as cheapest_hosts
+from drumline.planner.search import hypothetical
 from drumline.planner.search.answer import Question
 from drumline.planner.search.cheapest import Rented, cheapest, rent
-from drumline.planner.search.hypothetical import change_cluster, parse_what_if
+from drumline.planner.search.hypothetical import change_cluster, parse_what_if, what_if
 from drumline.planner.search.rival import find_rival, parse_wanted, time_terms, why_worse
 from drumline.planner.search.search import search
 from tests.unit.conftest import Run
@@ -146,6 +150,22 @@ def test_what_if_changes_what_it_names() -> None:
     assert len(rows) == 4
 
 
+def test_other_prices_take_no_other_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = question("0.1b", "2xa100-80g", batch=BATCH)
+    searched = []
+
+    def count(changed: Question) -> Any:
+        searched.append(changed.cluster.nodes)
+        return search(changed)
+
+    monkeypatch.setattr(hypothetical, "search", count)
+    answers = what_if(asked, parse_what_if("nodes=1,2 price=3,5"))
+    assert searched == [1, 2]
+    prices = [answer.question.cluster.price_per_device_hour for answer in answers]
+    assert prices == [3, 5, 3, 5]
+    assert answers[0].ranked == answers[1].ranked
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -232,6 +252,36 @@ def test_the_fewest_hosts_that_are_in_time() -> None:
     assert chosen.hours_range[1] <= slow / 2
 
 
+def test_few_numbers_of_hosts_take_a_whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One host could not be in time by its FLOPs alone, so it is not planned for.
+
+    Whole searches are those of the first number, of the answer, and where no other family divides.
+    """
+    batch = {"global_samples": 1024}
+    asked = question("8b", {"device": "a100-80g", "per_node": 8, "inter": "8x200Gb"}, batch=batch)
+    whole = []
+
+    def count(changed: Question, among: Any = None) -> Any:
+        if among is None:
+            whole.append(changed.cluster.nodes)
+        return search(changed, among)
+
+    monkeypatch.setattr(cheapest_hosts, "search", count)
+    tried = rent(asked, 1e11, 100.0)
+    counts = [each.nodes for each in tried]
+    assert len(whole) <= len(counts) / 2
+    # 6 FLOPs for each token and weight, at 312e12 a second of each device.
+    fewest = 6 * asked.facts.parameters * 1e11 / (8 * 312e12) / 3600 / 100.0
+    assert 0.8 * fewest < counts[0] < 2 * fewest
+
+    chosen = cheapest(tried)
+    assert chosen is not None
+    assert chosen.nodes in whole
+    fewer = replace(asked, cluster=replace(asked.cluster, nodes=chosen.nodes - 1))
+    best = next(iter(search(fewer).ranked), None)
+    assert Rented(fewer, best, 1e11, 100.0).in_time != "yes"
+
+
 def test_a_run_that_is_in_time_at_the_slow_end_goes_first() -> None:
     asked = question("0.1b", "8xa100-80g", batch=BATCH)
     first = search(asked).ranked[0]
@@ -274,6 +324,27 @@ def test_for_prints_the_cheapest_offer(run: Run) -> None:
     code, out, err = run(*SMALL, "--for", "10d", *offers)
     assert code == 0, err
     assert f"Cheapest: {chosen['cluster']}, {chosen['best']['name']}: " in out
+
+
+def test_offers_share_one_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is found and counted once; overrides of the cluster hold for each offer."""
+    built = []
+
+    def count(loaded: Any, on_progress: Any) -> Any:
+        built.append(loaded)
+        return build_request(loaded, on_progress)
+
+    monkeypatch.setattr(command, "build_request", count)
+    offers = ["--offers", "4xa100-80g=1.5,4x4090=0.4", "--tokens", "1B"]
+    code, found = rows_for(run, "--for", "10d", *offers, "cluster.mtbf_hours=1000")
+    assert code == 0
+    assert len(built) == 1
+    prices = {row["price_per_device_hour"] for row in found["tried"]}
+    assert prices == {1.5, 0.4}
+
+    code, _, err = run(*SMALL, "--for", "10d", "--offers", "4xa100-80g=1.5,4x4091=0.4")
+    assert code == 2
+    assert "4x4091" in err
 
 
 def test_for_says_what_is_missing(run: Run) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planner_accuracy import main
+from benchmarks.planner_published import ROWS
 from drumline.planner.cost import fitted
 from tests.harness import ENV, ROOT, read_json
 
@@ -67,6 +68,16 @@ def test_the_planner_has_the_constants_and_the_ranges_of_the_committed_fit() -> 
 
     for kind in ("memory", "speed"):
         assert f"{errors[kind]['median']:.1%}" in page, kind
+
+
+def test_rows_of_llm_foundry_have_what_its_table_says() -> None:
+    """Nothing is open, and their loss is no cross-entropy of all logits at once, which they had not."""
+    rows = [row for row in ROWS if row.source == "llm-foundry"]
+    assert len(rows) == 4
+    for row in rows:
+        assert not row.open
+        assert "loss_chunk" not in row.sections["algorithm"]
+        assert set(row.sections["batch"]) == {"micro_batch", "accumulation"}
 
 
 @pytest.mark.full

@@ -50,6 +50,10 @@ INT64_BYTES = 8
 # root of the mean square, a layer norm the mean and the reciprocal standard deviation.
 RMS_STATISTICS_BYTES = FP32_BYTES
 LAYER_NORM_STATISTICS_BYTES = 2 * FP32_BYTES
+# fp32 tensors of the hidden width in the backward of an RMS norm of separate operators: gradients of
+# its input by both factors and by the mean, and what they are computed from. A stream in 16 bits adds
+# one, the gradient as a copy in fp32.
+RMS_NORM_GRADIENTS = 4
 # Bytes that attention in tiles keeps of each token and head for its backward: one fp32 number, from
 # which it computes the softmax again (Dao 2023).
 LOG_SUM_EXP_BYTES = FP32_BYTES
@@ -374,8 +378,9 @@ class AttentionMemory(NamedTuple):
     score_bytes: float
     # Bytes of an entry of the mask of dropout over the results of attention and feed-forward.
     stream_mask_bytes: int
-    # Results of single documents are joined for the next layer, and backward needs both.
-    joins_documents: bool = False
+    # The next layer gets a copy of attention's result, and backward needs both: results of single
+    # documents are joined, and Ulysses exchanges heads for tokens.
+    copies_result: bool = False
     # No fused kernel takes its heads: torch computes the scores by separate operators, in fp32.
     is_by_operators: bool = False
 
@@ -473,7 +478,9 @@ def _attention_memory(layout: Layout, facts: ModelFacts) -> AttentionMemory:
         # A mask of the unsharded row. The ring makes none, but has keys for all heads.
         mask_entries = layout.max_length * mesh.cp
     is_ring = mesh.cp > 1 and layout.strategy.context_method() == "ring"
+    exchanges_heads = mesh.cp > 1 and not is_ring
     score_bytes = _score_bytes(layout, facts, kernel)
+    joins_documents = kernel == "documents" and not score_bytes and needs_bounds
     stream_mask_bytes = 0
     if facts.drops_stream:
         stream_mask_bytes = _mask_bytes(layout)
@@ -491,7 +498,7 @@ def _attention_memory(layout: Layout, facts: ModelFacts) -> AttentionMemory:
         repeats_keys=repeats_keys,
         score_bytes=score_bytes,
         stream_mask_bytes=stream_mask_bytes,
-        joins_documents=kernel == "documents" and not score_bytes and needs_bounds,
+        copies_result=joins_documents or exchanges_heads,
         is_by_operators=is_by_operators,
     )
 
@@ -620,6 +627,8 @@ def _activations(facts: ModelFacts, setup: Setup) -> Activations:
     stream = whole_stream / setup.stream_parts
     saved = _saved_without_recomputation(facts, block, setup)
     live = _live_without_recomputation(block, setup)
+    in_norm = _live_in_norm(block, setup, saved.feed_forward)
+    live = _Live(live.forward, max(live.backward, in_norm))
     everything = saved.around
     if not setup.mlp_chunk:
         everything += saved.feed_forward
@@ -649,7 +658,9 @@ def _activations(facts: ModelFacts, setup: Setup) -> Activations:
         here = 2 * saved_block
         if not block.is_trainable:
             here += whole_stream
-        live = _Live(live.forward + here, live.backward + here)
+        # While forward runs, the model holds what its embedding gave, which is moved too.
+        of_embedding = whole_stream if block.is_trainable else 0.0
+        live = _Live(live.forward + here + of_embedding, live.backward + here)
         if setup.offloads_to_host:
             offloaded = saved_block
             saved_block -= offloaded
@@ -719,6 +730,24 @@ def _live_without_recomputation(block: Block, setup: Setup) -> _Live:
     return _Live(forward, backward)
 
 
+def _live_in_norm(block: Block, setup: Setup, feed_forward: float) -> float:
+    """Return what lives in the backward of the norm before a feed-forward part, in bytes of a token.
+
+    By then what the feed-forward part kept (`feed_forward`) is freed. That is more than the norm
+    needs, unless tensor parallelism cuts the feed-forward part and leaves the stream whole. It is 0
+    for norms of one kernel.
+    """
+    if not block.has_rms_norms or setup.is_compiled:
+        return 0.0
+    copies = 1 if setup.kind == "low" else 0
+    tensors = (RMS_NORM_GRADIENTS + copies) * FP32_BYTES * block.hidden
+    gradient = setup.stream_entry_bytes * block.hidden
+    if block.is_trainable:
+        # The gradient of the scale has freed what the norm had normed, which is as large.
+        gradient = 0
+    return (tensors + gradient) / setup.stream_parts - feed_forward
+
+
 def _score_tensor(block: Block, setup: Setup) -> float:
     """Return the bytes of a token in one fp32 tensor of all scores of a rank's heads."""
     return FP32_BYTES * setup.length * block.heads / setup.tp
@@ -734,13 +763,15 @@ def _live_in_chunks(
     states = setup.entry_bytes * block.hidden
     # The gradients of chunks lie beside the last chunk, and then twice, while they are joined.
     backward = max(live.backward + stream + kept_of_chunk, 4 * stream + states)
-    chunk_forward = kept_of_chunk + _feed_forward_results(block, setup) + 2 * states
+    # In forward a chunk keeps nothing. The results of other chunks and the residual are there.
+    chunk_forward = _feed_forward_results(block, setup) + states + stream
     return _Live(max(live.forward, chunk_forward), backward)
 
 
 def _forward_with_recomputation(block: Block, setup: Setup, stream: float) -> float:
     """Return what lives in the forward of a block that keeps nothing but its input."""
-    states = setup.entry_bytes * block.hidden
+    # What the feed-forward part has given: all of it, or the results of the chunks before.
+    states = setup.entry_bytes * block.hidden * (1 - setup.mlp_chunk)
     whole_stream = setup.stream_entry_bytes * block.hidden
     forward = 2 * stream + _feed_forward_results(block, setup) + states
     if setup.attention.is_by_operators:
@@ -918,7 +949,7 @@ def _add_attention(block: Block, setup: Setup, saved: float) -> float:
     else:
         entries = 2 * queries + 2 * keys
     saved += setup.entry_bytes * (attention.mask_entries + entries)
-    if attention.joins_documents and block.keeps_input_of("out"):
+    if attention.copies_result and block.keeps_input_of("out"):
         saved += setup.entry_bytes * queries
     # Each token has a score for each token of its row, or one log-sum-exp in place of them.
     scores = setup.length * attention.score_bytes or LOG_SUM_EXP_BYTES
@@ -992,15 +1023,19 @@ def head_bytes(
     tokens: float,
     trainable: bool,
     outputs: frozenset[HeadOutput] = CROSS_ENTROPY,
+    is_capped: bool = False,
 ) -> HeadBytes:
     """Return the bytes of the logits of a micro-batch, and of the gradient of its head.
 
     `vocabulary`: rows of the head on this rank. `chunk`: tokens whose logits exist at once; 0: all.
     `tokens`: of the micro-batch. `trainable`: the head has a gradient. `outputs`: what the objective
-    computes of the logits, which matters without chunks alone.
+    computes of the logits, which matters without chunks alone. `is_capped`: the model caps all its
+    logits, and keeps the tanh for backward; they are never computed in chunks.
     """
     if chunk == 0:
-        return _head_bytes_of_autograd(kind, vocabulary, hidden, tokens, trainable, outputs)
+        return _head_bytes_of_autograd(
+            kind, vocabulary, hidden, tokens, trainable, outputs, is_capped
+        )
     weight = 0.0
     if trainable:
         weight = float(FP32_BYTES) * vocabulary * hidden
@@ -1063,16 +1098,19 @@ def _head_bytes_of_autograd(
     tokens: float,
     trainable: bool,
     outputs: frozenset[HeadOutput],
+    is_capped: bool,
 ) -> HeadBytes:
     """Return the bytes of a head whose logits all exist at once. A test counts the tensors.
 
-    The gradient of the head is made when all fp32 tensors of logits are gone.
+    The gradient of the head is made when all fp32 tensors of logits are gone. The tanh of capped
+    logits is there from the loss until then.
     """
     logits = tokens * vocabulary
     weight = float(vocabulary) * hidden
     entry = FP32_BYTES if kind == "fp32" else LOW_BYTES
     tensors = _logit_tensors(kind, outputs)
-    of_softmax = FP32_BYTES * tensors.fp32_in_backward * logits
+    of_cap = entry * logits if is_capped else 0.0
+    of_softmax = FP32_BYTES * tensors.fp32_in_backward * logits + of_cap
     # The gradient of the logits that the head made, of its input, and of its weight.
     of_product = entry * (logits + tokens * hidden)
     of_cast = 0.0
@@ -1085,7 +1123,7 @@ def _head_bytes_of_autograd(
             # The gradient of autocast's copy of the weight becomes the gradient of the weight.
             of_cast = gradient_after_head + LOW_BYTES * weight
     return HeadBytes(
-        loss=(entry * tensors.of_head + FP32_BYTES * tensors.fp32) * logits,
+        loss=(entry * tensors.of_head + FP32_BYTES * tensors.fp32) * logits + of_cap,
         gradients=max(of_softmax, of_product, of_cast),
         backward=gradient_after_head,
         gradient_after_head=gradient_after_head,

@@ -680,6 +680,7 @@ def _head_of_rank(
         tokens,
         is_trainable,
         algorithm.head_outputs,
+        facts.caps_logits,
     )
 
 

@@ -6,14 +6,21 @@ is in time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from drumline.plan.estimate import Interval
 from drumline.planner.cluster import with_nodes
-from drumline.planner.search.answer import Candidate, Question
-from drumline.planner.search.search import search
+from drumline.planner.cost.fitted import SPEED_ERROR
+from drumline.planner.search.answer import (
+    SECONDS_PER_HOUR,
+    Candidate,
+    Question,
+    select_fastest,
+)
+from drumline.planner.search.search import search, search_space
 
 # The most hosts of a kind that are planned for: a choice.
 MOST_HOSTS = 256
@@ -88,45 +95,122 @@ class Rented:
 def rent(question: Question, tokens: float | None, deadline: float) -> list[Rented]:
     """Return the numbers of hosts of one kind that were planned for, the fewest first.
 
-    They are doubled until a run is in time at the slow end of its range. Numbers between the last two
-    are then halved, down to the fewest hosts that are in time.
+    They begin with the fewest hosts that could be in time at the devices' full rate, and are doubled
+    until a run is in time at the slow end of its range. Numbers between the last two are then halved,
+    down to the fewest hosts that are in time.
 
     `question`: its cluster is of such hosts. `tokens`: of the whole run; None: those of its steps.
     `deadline`: hours.
     """
-    by_nodes: dict[int, Rented] = {}
-    for nodes in _doublings():
-        by_nodes[nodes] = _plan(question, nodes, tokens, deadline)
-        if by_nodes[nodes].in_time == "yes":
-            break
-    most = max(by_nodes)
-    if by_nodes[most].in_time == "yes":
-        too_few = most // 2
-        enough = most
-        while enough - too_few > 1:
-            between = (too_few + enough) // 2
-            by_nodes[between] = _plan(question, between, tokens, deadline)
-            if by_nodes[between].in_time == "yes":
-                enough = between
-            else:
-                too_few = between
-    return [by_nodes[nodes] for nodes in sorted(by_nodes)]
+    hosts = _Hosts(question, tokens, deadline)
+    nodes = _fewest_hosts(question, tokens, deadline)
+    too_few = nodes - 1
+    planned = hosts.plan(nodes)
+    if planned.best is not None and planned.hours is None:
+        # How long the run is is not known, so no number of hosts is in time.
+        return hosts.by_number()
+    while planned.in_time != "yes" and nodes < MOST_HOSTS:
+        too_few = nodes
+        nodes = min(MOST_HOSTS, 2 * nodes)
+        planned = hosts.plan(nodes)
+    if planned.in_time == "yes":
+        _halve(hosts, too_few, nodes)
+    chosen = cheapest(hosts.by_number())
+    if chosen is not None:
+        hosts.plan_whole(chosen.nodes)
+    return hosts.by_number()
 
 
-def _doublings() -> Iterator[int]:
-    """Yield 1, 2, 4, … hosts."""
-    nodes = 1
-    while nodes <= MOST_HOSTS:
-        yield nodes
-        nodes *= 2
+def _halve(hosts: _Hosts, too_few: int, enough: int) -> None:
+    """Plan for numbers of hosts between two, down to the fewest that are in time."""
+    while enough - too_few > 1:
+        between = (too_few + enough) // 2
+        if hosts.plan(between).in_time == "yes":
+            enough = between
+        else:
+            too_few = between
 
 
-def _plan(question: Question, nodes: int, tokens: float | None, deadline: float) -> Rented:
-    """Return the first plan on so many hosts."""
-    changed = replace(question, cluster=with_nodes(question.cluster, nodes))
-    ranked = search(changed).ranked
-    best = ranked[0] if ranked else None
-    return Rented(changed, best, tokens, deadline)
+def _fewest_hosts(question: Question, tokens: float | None, deadline: float) -> int:
+    """Return a number of hosts such that no fewer can be in time; at most MOST_HOSTS.
+
+    On fewer, the products of the model's weights alone take longer, at the highest rate of the
+    datasheet. It is 1 if the length of the run is not known, and on a CPU, whose rate is not known
+    exactly.
+    """
+    cluster = question.cluster
+    is_counted_in_tokens = tokens is not None and not question.config.images_alone
+    if not is_counted_in_tokens or cluster.device.kind != "cuda":
+        return 1
+    assert tokens is not None
+    facts = question.facts
+    # How much of attention a kernel computes depends on its mask.
+    flops_per_token = facts.flops_per_token - facts.layers * facts.attention_flops
+    rates = dict(cluster.device.flops)
+    if question.config.precision.kind != "fp8":
+        rates.pop("fp8", None)
+    rate = cluster.per_node * max(rates.values())
+    hours_on_one_host = tokens * flops_per_token / rate / SECONDS_PER_HOUR
+    return max(1, min(MOST_HOSTS, math.ceil(hours_on_one_host / deadline)))
+
+
+class _Hosts:
+    """The plans on numbers of hosts of one kind.
+
+    All strategies are searched for the first number, and for the first one of several hosts, since
+    some families need several. Each other number is planned for with the families that were near the
+    best there, which takes a fraction of a search.
+    """
+
+    def __init__(self, question: Question, tokens: float | None, deadline: float) -> None:
+        self.question = question
+        self.tokens = tokens
+        self.deadline = deadline
+        self._rented: dict[int, Rented] = {}
+        # Numbers that were planned for with all strategies.
+        self._whole: set[int] = set()
+        # The families that were near the best on any of these.
+        self._families: set[str] = set()
+
+    def by_number(self) -> list[Rented]:
+        """Return what was planned for, the fewest hosts first."""
+        return [self._rented[nodes] for nodes in sorted(self._rented)]
+
+    def plan(self, nodes: int) -> Rented:
+        """Return the best plan on so many hosts, of the families that were near the best."""
+        has_several = nodes > 1
+        if not any((planned > 1) == has_several for planned in self._whole):
+            return self.plan_whole(nodes)
+        changed = self._on_hosts(nodes)
+        among = []
+        for strategy in search_space(changed):
+            if strategy.names(changed.cluster.world_size).family in self._families:
+                among.append(strategy)
+        ranked = search(changed, among).ranked if among else ()
+        if not ranked:
+            return self.plan_whole(nodes)
+        self._rented[nodes] = Rented(changed, ranked[0], self.tokens, self.deadline)
+        return self._rented[nodes]
+
+    def plan_whole(self, nodes: int) -> Rented:
+        """Return the best plan of all strategies on so many hosts."""
+        if nodes in self._whole:
+            return self._rented[nodes]
+        changed = self._on_hosts(nodes)
+        ranked = search(changed).ranked
+        best = None
+        if ranked:
+            best = ranked[0]
+            # Within the error of a prediction another family may be the first on more hosts.
+            for candidate in select_fastest(ranked, SPEED_ERROR):
+                self._families.add(candidate.family)
+        self._whole.add(nodes)
+        self._rented[nodes] = Rented(changed, best, self.tokens, self.deadline)
+        return self._rented[nodes]
+
+    def _on_hosts(self, nodes: int) -> Question:
+        """Return the question on so many hosts."""
+        return replace(self.question, cluster=with_nodes(self.question.cluster, nodes))
 
 
 def cheapest(offers: Sequence[Rented]) -> Rented | None:

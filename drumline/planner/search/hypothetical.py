@@ -75,12 +75,30 @@ def describe_changes(changes: Changes) -> str:
 
 
 def what_if(question: Question, rows: Sequence[Changes]) -> tuple[Answer, ...]:
-    """Return the answers on the cluster after each of these changes, in their order."""
-    answers = []
+    """Return the answers on the cluster after each of these changes, in their order.
+
+    Clusters that differ in their price alone are searched once: plans do not depend on it.
+    """
+    answers: list[Answer] = []
+    searched: list[tuple[Cluster, Answer]] = []
     for changes in rows:
         cluster = change_cluster(question.cluster, changes)
-        answers.append(search(replace(question, cluster=cluster)))
+        without_price = replace(cluster, price_per_device_hour=None)
+        answer = _find_searched(searched, without_price)
+        if answer is None:
+            answer = search(replace(question, cluster=cluster))
+            searched.append((without_price, answer))
+        asked = replace(answer.question, cluster=cluster)
+        answers.append(replace(answer, question=asked))
     return tuple(answers)
+
+
+def _find_searched(searched: Sequence[tuple[Cluster, Answer]], cluster: Cluster) -> Answer | None:
+    """Return the answer on an equal cluster; None if it was not searched yet."""
+    for other, answer in searched:
+        if other == cluster:
+            return answer
+    return None
 
 
 def change_cluster(cluster: Cluster, changes: Changes) -> Cluster:
