@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from drumline.data.batches import IGNORE, TokenBatch, collate, read_segments
+from drumline.data.batches import TokenBatch, collate, read_segments
 from drumline.data.cache import TokenCache
 from drumline.models.choices import Choices
 from drumline.models.load import load_config
@@ -52,7 +52,8 @@ def placeholder_taught(batch: TokenBatch, plan: Plan) -> TaughtBatch:
     """
     teaching = plan.config.algorithm.teaching
     assert teaching is not None, "only algorithms with a teacher have taught batches"
-    tokens = int((batch.targets_BT != IGNORE).sum())
+    assert batch.learned_on_host_M is not None, "the host has counted the targets"
+    tokens = len(batch.learned_on_host_M)
     teacher: Teacher
     if teaching.top_k:
         ids_MK = torch.arange(teaching.top_k).expand(tokens, -1)

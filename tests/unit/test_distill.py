@@ -208,7 +208,7 @@ def test_options_that_have_no_meaning_are_refused(options: str, line: str) -> No
 
 
 def test_a_precomputed_teacher_needs_all_rows() -> None:
-    stream = ["data.stream=100", "run.steps=3"]
+    stream = ["data.stream=true", "run.steps=3"]
     algorithm = "algorithm={kind: distill, teacher: some/model, log_probs: precomputed}"
     with pytest.raises(ConfigError) as error:
         load_text(ROW, [algorithm, *stream])

@@ -796,7 +796,7 @@ def _teacher_phase(layout: Layout, facts: ModelFacts, pp_rank: int, optimizer: i
     own = layout.single_role("teacher")
     model_part = pipeline_part(sizes, layout.roles["teacher"].layers, layout.mesh.pp, pp_rank)
     weights = _frozen_bytes(layout, own, sizes, model_part)
-    return Phase(0.0, max(0.0, float(weights - optimizer)), 0.0, 0.0)
+    return Phase(0.0, 0.0, 0.0, max(0.0, float(weights - optimizer)))
 
 
 def _frozen_bytes(layout: Layout, own: Layout, sizes: ModelFacts, model_part: PipelinePart) -> int:
