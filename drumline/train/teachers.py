@@ -39,7 +39,7 @@ from drumline.models.choices import Choices
 from drumline.models.load import load_config
 from drumline.models.losses import LinearHead
 from drumline.models.teaching import Teacher, TeacherStates
-from drumline.models.vocabulary import growth_of, stored_rows
+from drumline.models.vocabulary import stored_rows
 from drumline.plan.plan import DataPlan, Plan
 from drumline.system.files import rename_unless_there, temporary_folder
 from drumline.system.signals import StopFlag
@@ -76,10 +76,12 @@ class ChoiceTable:
             return None
         first_tokens = bounds(cache.target_counts)
         tokens = int(first_tokens[-1])
-        has_ids = ids.dtype == np.int32 and len(ids) == tokens and 0 < ids.shape[1] <= top_k
-        if not has_ids or log_probs.dtype != np.float32:
+        has_types = ids.dtype == np.int32 and log_probs.dtype == np.float32
+        if not has_types or ids.ndim != 2:
             return None
-        if log_probs.shape != (tokens, ids.shape[1] + 1):
+        choices = ids.shape[1]
+        has_sizes = len(ids) == tokens and 0 < choices <= top_k
+        if not has_sizes or log_probs.shape != (tokens, choices + 1):
             return None
         return cls(ids, log_probs, first_tokens)
 
@@ -340,9 +342,6 @@ def with_teacher(batches: Iterable[GlobalBatch], ask: Ask) -> Iterator[GlobalBat
 def vocabulary_entries(plan: Plan) -> int:
     """Return the rows of the head of the trained model."""
     config = load_config(plan.model_path, plan.config.model)
-    growth = growth_of(config, plan.model_path, plan.config.model)
-    if growth is not None:
-        return growth.rows
     rows = stored_rows(config)
     assert rows is not None, "a language model has a vocabulary"
     return rows

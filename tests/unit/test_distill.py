@@ -117,7 +117,7 @@ def test_the_whole_vocabulary_by_the_formulas_of_the_paper(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_likeliest_entries_and_all_others_by_the_formulas(kind: DivergenceKind) -> None:
-    models = Models(torch.float32)
+    models = Models()
     choices = linear_top_choices(
         models.teacher.hidden_ME,
         models.teacher.head,
