@@ -56,9 +56,9 @@ def choice_log_probs(logits_MV: Tensor, ids_MK: Tensor, temperature: float = 1.0
     scaled_MV = logits_MV.to(precise) / temperature
     total_M1 = scaled_MV.logsumexp(-1, keepdim=True)
     chosen_MK = scaled_MV.gather(1, ids_MK)
-    others_MV = scaled_MV.scatter(1, ids_MK, -torch.inf)
-    others_M1 = others_MV.logsumexp(-1, keepdim=True)
-    return torch.cat((chosen_MK, others_M1), 1) - total_M1
+    rest_MV = scaled_MV.scatter(1, ids_MK, -torch.inf)
+    rest_M1 = rest_MV.logsumexp(-1, keepdim=True)
+    return torch.cat((chosen_MK, rest_M1), 1) - total_M1
 
 
 def top_choices(logits_MV: Tensor, k: int, limit: int, temperature: float = 1.0) -> Choices:
@@ -245,17 +245,17 @@ def _sums_of_logits(logits: Tensor, ids: Tensor, part: VocabularyPart | None) ->
     chosen = logits.gather(1, columns)
     _hide(logits, columns, is_mine)
     # The chosen entries are left out of this sum, and not taken off it: it may be far smaller.
-    others = logits.exp_().sum(-1, keepdim=True)
+    rest = logits.exp_().sum(-1, keepdim=True)
     if is_mine is not None and part is not None:
         # The rank that has an entry adds it to the sum over ranks, all others 0.
         chosen = torch.where(is_mine, chosen, 0.0)
-        stacked = torch.cat((chosen, others), 1)
+        stacked = torch.cat((chosen, rest), 1)
         dist.all_reduce(stacked, group=part.group)
-        chosen, others = stacked.split([ids.shape[1], 1], 1)
+        chosen, rest = stacked.split([ids.shape[1], 1], 1)
     # A probability of 0 has no logarithm.
-    others = others.clamp_min(torch.finfo(others.dtype).tiny)
-    log_total = (chosen.exp().sum(-1, keepdim=True) + others).log()
-    log_probs = torch.cat((chosen, others.log()), 1) - log_total
+    rest = rest.clamp_min(torch.finfo(rest.dtype).tiny)
+    log_total = (chosen.exp().sum(-1, keepdim=True) + rest).log()
+    log_probs = torch.cat((chosen, rest.log()), 1) - log_total
     return _Sums(log_probs, (top + log_total).squeeze(1))
 
 
@@ -295,11 +295,11 @@ def _grad_logits(
     columns, is_mine = _columns(log_p, ids, part)
     _hide(log_p, columns, is_mine)
     grad_total = grad.sum(-1, keepdim=True)
-    chosen, others = log_probs.split([ids.shape[1], 1], 1)
-    grad_of_chosen, grad_of_others = grad.split([ids.shape[1], 1], 1)
+    chosen, rest = log_probs.split([ids.shape[1], 1], 1)
+    grad_of_chosen, grad_of_rest = grad.split([ids.shape[1], 1], 1)
     # q = p / the sum of all others.
-    one_over_others = (-others).clamp_max(LARGEST_EXPONENT).exp()
-    factor = grad_of_others * one_over_others - grad_total
+    one_over_rest = (-rest).clamp_max(LARGEST_EXPONENT).exp()
+    factor = grad_of_rest * one_over_rest - grad_total
     result = log_p.exp_().mul_(factor)
     # Hidden entries are 0 so far.
     of_chosen = grad_of_chosen - chosen.exp() * grad_total

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from drumline.bench.verify import difference
 from drumline.config.load import load
@@ -31,7 +32,7 @@ from tests.distributed.setups import (
 )
 from tests.distributed.setups import case as case_of
 from tests.harness import Sections, column, events, losses, write_config
-from tests.tiny import tiny_model_dir
+from tests.tiny import read_model, tiny_model_dir
 
 DISTILL: Sections = {"kind": "distill", "loss_chunk": 32}
 CASES: dict[str, Sections] = {
@@ -89,8 +90,16 @@ def pairs() -> list[Any]:
 
 
 def teacher_dir(root: Path) -> Path:
-    """A teacher that is wider and deeper than its student."""
-    return tiny_model_dir(root / "teacher", layers=4, seed=7, hidden=48)
+    """A teacher that is wider and deeper than its student, and surer of itself.
+
+    A fresh model finds all tokens alike, and a divergence near 0 would be rounding alone.
+    """
+    folder = tiny_model_dir(root / "teacher", layers=4, seed=7, hidden=48)
+    model = read_model(folder)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(20)
+    model.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +141,7 @@ def test_same_numbers_as_one_process(runs: Path, way: Way, case: str) -> None:
     for key in FIGURES:
         same_evaluations(mine, reference, TOLERANCE, key)
     assert column(mine, "kl") == pytest.approx(column(reference, "kl"), rel=TOLERANCE)
-    assert column(reference, "kl", "eval")[0] > 0.01
+    assert column(reference, "kl", "eval")[0] > 0.1
 
 
 def plan_of(folder: Path, models: Path, resume: Resume | None = None, **algorithm: Any) -> Path:

@@ -44,7 +44,7 @@ class DistillConfig(TextSpec, TeachingSpec):
     @model_validator(mode="after")
     def _beta_is_read(self) -> DistillConfig:
         """Refuse beta if it would have no effect."""
-        if "beta" in self.model_fields_set and self.divergence != "jsd":
+        if self.beta != 0.5 and self.divergence != "jsd":
             raise ValueError("beta requires divergence: jsd")
         return self
 
