@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +20,19 @@ from drumline.models.choices import (
     top_choices,
 )
 from drumline.models.divergence import Divergence, DivergenceKind
+from drumline.models.head import compute_outputs, trunk_and_head
 from drumline.models.losses import LinearHead
 from drumline.models.teaching import Comparison, TeacherStates
+from drumline.plan.plan import Plan
+from drumline.planner.cost.compute import scoring_flops
+from drumline.planner.cost.memory import memory
+from drumline.train.replan import planning_question
+from tests.harness import write_config
+from tests.plans import resolve_plan
+from tests.tiny import read_model, tiny_model_dir
+from tests.unit.test_planner_times import cluster
 
+FP32_BYTES = 4
 TOKENS = 11
 WIDTH = 6
 WIDTH_OF_TEACHER = 9
@@ -221,3 +232,56 @@ def test_the_teacher_is_an_auxiliary_model() -> None:
     assert list(models) == ["teacher"]
     assert models["teacher"].model.id == "some/model"
     assert config.algorithm.reference_of(config) == "precomputed"
+
+
+def planned(folder: Path, log_probs: str, top_k: int) -> Plan:
+    """The plan of a run in one process, whose teacher is deeper than its student."""
+    folder.mkdir()
+    model = tiny_model_dir(folder / "model")
+    teacher = tiny_model_dir(folder / "teacher", layers=4)
+    algorithm = {
+        "kind": "distill",
+        "teacher": {"id": str(teacher)},
+        "log_probs": log_probs,
+        "top_k": top_k,
+    }
+    path = write_config(folder, model, algorithm=algorithm, strategy={"kind": "single"})
+    return resolve_plan(path, world_size=1)
+
+
+def test_a_teacher_is_planned(tmp_path: Path) -> None:
+    """One that is live is held all the time, and one that is asked before only until then."""
+    live = planned(tmp_path / "live", "live", 0)
+    before = planned(tmp_path / "before", "precomputed", 8)
+    facts = planning_question(live).facts
+    student = FP32_BYTES * facts.parameters
+    teacher = FP32_BYTES * facts.roles["teacher"].parameters
+    held = memory(live, facts, cluster())
+    assert held.parameters == student + teacher
+    assert "teacher" not in held.phases
+
+    freed = memory(before, planning_question(before).facts, cluster())
+    assert freed.parameters == student
+    optimizer = 2 * student
+    assert freed.phases["teacher"] == student + max(teacher, optimizer)
+    assert scoring_flops(live, facts) > 0
+    assert scoring_flops(before, facts) == 0
+
+
+@pytest.mark.parametrize(("log_probs", "top_k"), [("live", 0), ("precomputed", 8)])
+def test_a_step_is_traced_with_a_teacher_s_numbers(
+    tmp_path: Path, log_probs: str, top_k: int
+) -> None:
+    plan = planned(tmp_path / "run", log_probs, top_k)
+    batch = plan.config.algorithm.traced_batch(plan, rows=2, length=6, channels=3)
+    tokens = len(batch.learned_M)
+    if top_k:
+        assert batch.teacher.ids_MK.shape == (tokens, top_k)
+        assert batch.teacher.log_probs_ML.shape == (tokens, top_k + 1)
+    else:
+        assert batch.teacher.hidden_ME.shape == (tokens, 32)
+    model = read_model(tmp_path / "run" / "model")
+    outputs = compute_outputs(model, batch, trunk_and_head(model))
+    loss = plan.config.algorithm.build().objective(outputs, batch).loss_sum
+    loss.backward()
+    assert torch.isfinite(loss)
