@@ -13,8 +13,10 @@ L = K + 1 log-probabilities.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +36,8 @@ from drumline.dist.reduce import from_all, sum_over_ranks
 from drumline.dist.start import RankInfo
 from drumline.engine.build import build_engine
 from drumline.engine.engine import Engine
-from drumline.errors import Preempted
+from drumline.errors import EnvironmentFault, Preempted
+from drumline.foreign import disk_errors
 from drumline.models.choices import Choices
 from drumline.models.load import load_config
 from drumline.models.losses import LinearHead
@@ -263,7 +266,7 @@ class TeacherLoaders:
         tokens = int(first_tokens[-1])
         ids: Any = None
         log_probs: Any = None
-        with temporary_folder(path.parent) as folder:
+        with self._table_folder(path) as folder:
             for sample, packed in answers:
                 choices = packed.shape[1] // 2
                 if ids is None:
@@ -281,6 +284,13 @@ class TeacherLoaders:
                 path,
                 lambda: ChoiceTable.open(path, cache, self.teaching.top_k) is not None,
             )
+
+    def _table_folder(self, path: Path) -> contextlib.AbstractContextManager[Path]:
+        """Return the temporary folder in which the table at `path` is made."""
+        root = path.parent
+        with disk_errors("cannot be written", str(root), EnvironmentFault, "set data.cache_dir"):
+            root.mkdir(parents=True, exist_ok=True)
+        return temporary_folder(root)
 
     def _answers(
         self, teacher: FrozenTeacher, cache: TokenCache
@@ -321,8 +331,14 @@ def _split_by_sample(
 
 
 def _new_array(path: Path, dtype: Any, shape: tuple[int, int]) -> Any:
-    """Return the memory map of a new .npy file."""
-    return np.lib.format.open_memmap(path, "w+", dtype, shape)
+    """Return the memory map of a new .npy file. Raises EnvironmentFault if the disk is too full."""
+    with disk_errors("cannot be written", str(path.parent), EnvironmentFault, "set data.cache_dir"):
+        array = np.lib.format.open_memmap(path, "w+", dtype, shape)
+        if hasattr(os, "posix_fallocate"):
+            # The file has holes so far. A write into one of a full disk would kill the process.
+            with path.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return array
 
 
 def _look_up(table: ChoiceTable, device: str, micro_batches: list[Any]) -> list[Teacher]:
