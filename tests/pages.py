@@ -19,6 +19,7 @@ TASKS = (
     "full_fine_tuning",
     "several_hosts",
     "dpo",
+    "distill",
     "grpo",
     "vision_language",
     "embedding_model",

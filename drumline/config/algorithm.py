@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from drumline.config.data import PROMPT_FORMS, TEXT_FORMS, DataConfig, Forms
-from drumline.config.model import Head, ModelConfig
+from drumline.config.model import Head, Model, ModelConfig
 from drumline.config.optimizer import OptimizerConfig
 from drumline.config.registry import Registered, Spec
 from drumline.config.rollouts import (
@@ -128,6 +128,9 @@ class AlgorithmSpec(Spec):
     # The class or function, as module:name, that `build` calls with the spec.
     objective: ClassVar[str] = ""
 
+    # The auxiliary model that `reference_of` is about.
+    reference_role: ClassVar[str] = "reference"
+
     @property
     def forms(self) -> Forms:
         """The forms that a row may have, each a tuple of columns; `data.sources` reads them."""
@@ -175,6 +178,11 @@ class AlgorithmSpec(Spec):
     @property
     def rollout(self) -> RolloutSpec | None:
         """The algorithm itself if it learns from completions that it samples; None otherwise."""
+        return None
+
+    @property
+    def teaching(self) -> TeachingSpec | None:
+        """The algorithm itself if it learns from a teacher's distributions; None otherwise."""
         return None
 
     def beside_encoder(self, decoder_start: int) -> AlgorithmSpec | None:
@@ -304,7 +312,7 @@ class AlgorithmSpec(Spec):
         return 1
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
-        """Return the models besides the policy by name: `reference`, `value`, `reward`, `reward2`…"""
+        """Return the models besides the policy by name: `reference`, `teacher`, `value`, `reward`…"""
         return {}
 
     def export_files(self, plan: Any, hidden: int) -> dict[str, Any]:
@@ -357,6 +365,52 @@ class ReferencedSpec(AlgorithmSpec):
                 self.reference_model or config.model, "algorithm.reference_model"
             )
         }
+
+
+class TeachingSpec(ChunkedSpec):
+    """The base of algorithms whose model learns from the distributions of a teacher.
+
+    At each token that is learned from, the teacher gives a distribution of the next token.
+    """
+
+    reference_role: ClassVar[str] = "teacher"
+    teacher: Model = Field(
+        description="The model to learn from, with the tokenizer of the trained one."
+    )
+    log_probs: Literal["precomputed", "live"] = Field(
+        "precomputed",
+        description="The teacher's log-probs: precomputed once before training and kept beside the token cache, or live from a frozen"
+        " copy in every step.",
+    )
+    top_k: int = Field(
+        32,
+        ge=0,
+        le=4096,
+        description="Likeliest next tokens that models are compared by; all others count as one more. 0: the whole vocabulary, which"
+        " requires log_probs=live.",
+    )
+    temperature: Above0 = Field(
+        1.0, description="The logits of both models are divided by it in the divergence."
+    )
+
+    @model_validator(mode="after")
+    def _keeps_few_numbers(self) -> TeachingSpec:
+        """Refuse to keep a whole vocabulary for each token."""
+        if self.top_k == 0 and self.log_probs == "precomputed":
+            raise ValueError(
+                "top_k: 0 is the whole vocabulary for each token, which no disk holds: set log_probs: live, or a top_k above 0"
+            )
+        return self
+
+    @property
+    def teaching(self) -> TeachingSpec:
+        return self
+
+    def reference_of(self, config: Trained) -> ReferenceKind:
+        return self.log_probs
+
+    def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
+        return {"teacher": AuxiliaryModel(self.teacher, "algorithm.teacher")}
 
 
 class RolloutSpec(ChunkedSpec):

@@ -15,6 +15,7 @@ from drumline.data.images import collate_labelled_images, collate_vision, collat
 from drumline.data.judged import collate_judged, collate_mismatched
 from drumline.data.retrieval import collate_candidates, collate_retrieval
 from drumline.data.seq2seq import collate_seq2seq
+from drumline.data.taught import collate_taught
 from drumline.models.image_tokens import Vision
 from drumline.models.load import load_config
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
@@ -47,6 +48,15 @@ def text_collator(plan: Plan, width: int | None) -> CollatorFactory:
         return lambda cache: lambda ids: collate_vision(cache, ids, pad, width, vision)
 
     return lambda cache: lambda ids: collate(read_segments(cache, ids), pad, width)
+
+
+def taught_collator(plan: Plan, width: int | None) -> CollatorFactory:
+    """Return the factory for rows of text beside which a teacher's distributions stand.
+
+    `width`: tokens of every row; None: those of the longest row.
+    """
+    pad = padding_id(plan)
+    return lambda cache: lambda ids: collate_taught(cache, ids, pad, width)
 
 
 def find_vision(plan: Plan) -> Vision | None:

@@ -22,6 +22,7 @@ from drumline.dist.mesh import first_row
 from drumline.errors import ModelError
 from drumline.models import kernels
 from drumline.models.attention import model_inputs
+from drumline.models.choices import Choices, linear_top_choices, top_choices
 from drumline.models.classes import (
     bidirectional_error,
     ends_in_classes,
@@ -29,7 +30,9 @@ from drumline.models.classes import (
     is_seq2seq,
     reads_images,
 )
+from drumline.models.divergence import Divergence, DivergenceKind
 from drumline.models.losses import (
+    IGNORE,
     LinearHead,
     LogProbs,
     VocabularyPart,
@@ -38,6 +41,7 @@ from drumline.models.losses import (
     linear_log_probs,
     linear_summed_loss,
     log_probs,
+    rows_with_target,
     summed_loss,
 )
 from drumline.models.router import router_of, trains_router
@@ -59,6 +63,7 @@ from drumline.models.small import (
     trial_tokens,
     try_small,
 )
+from drumline.models.teaching import Comparison, Teacher, TeacherStates
 from drumline.plan.attention import has_drumline_attention
 from drumline.plan.rules import NO_PACKING
 
@@ -203,6 +208,86 @@ class Outputs:
         weighted_BTD = self.hidden_BTD.float() * weights_of_part[:, :, None]
         return self._total(weighted_BTD.sum(1))
 
+    def divergence(
+        self,
+        teacher: Teacher,
+        targets_BT: torch.Tensor,
+        chunk: int,
+        kind: DivergenceKind,
+        beta: float,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the divergence from a teacher and KL(teacher ‖ student), summed over all targets.
+
+        Both are in nats, in fp32; the first has a gradient. `teacher`: its distributions at the
+        targets of whole sequences, in their order. `chunk`: as in `summed_loss`. `kind`, `beta`: see
+        `models.divergence`. `temperature`: both models' logits are divided by it.
+        """
+        comparison = Comparison(Divergence(kind, beta), temperature, chunk)
+        rows_M = self._rows_of_targets(targets_BT)
+        if self.sequence is not None:
+            teacher = teacher.at(self._numbers_of_targets(targets_BT)[rows_M])
+        if self.logits_BTV is not None:
+            logits_NV = self.logits_BTV.flatten(0, 1)
+            loss_sum, kl_sum = comparison.of_logits(logits_NV, rows_M, teacher)
+        else:
+            hidden_ND, head = self._hidden_and_head()
+            loss_sum, kl_sum = comparison.of_head(hidden_ND, head, rows_M, teacher)
+        return self._total(loss_sum), self._total(kl_sum)
+
+    def top_choices(
+        self, targets_BT: torch.Tensor, k: int, limit: int, chunk: int, temperature: float
+    ) -> Choices:
+        """Return the likeliest continuations at all targets of whole sequences, without gradients.
+
+        `k`: how many of each. `limit`: entries of the vocabulary that count, the first ones.
+        `chunk`: as in `summed_loss`.
+        """
+        rows_M = self._rows_of_targets(targets_BT)
+        if self.logits_BTV is not None:
+            logits_MV = self.logits_BTV.flatten(0, 1)[rows_M]
+            choices = top_choices(logits_MV, k, limit, temperature)
+        else:
+            hidden_ND, head = self._hidden_and_head()
+            choices = linear_top_choices(hidden_ND, head, rows_M, k, limit, chunk, temperature)
+        return Choices(
+            self._gather_rows(choices.ids_MK, rows_M, targets_BT),
+            self._gather_rows(choices.log_probs_ML, rows_M, targets_BT),
+        )
+
+    def states(self, targets_BT: torch.Tensor) -> TeacherStates:
+        """Return the hidden states at all targets of whole sequences, and the head.
+
+        With a strategy that shards the head its weight is there until the model's forward ends.
+        """
+        rows_M = self._rows_of_targets(targets_BT)
+        hidden_ND, head = self._hidden_and_head()
+        return TeacherStates(self._gather_rows(hidden_ND[rows_M], rows_M, targets_BT), head)
+
+    def _numbers_of_targets(self, targets_BT: torch.Tensor) -> torch.Tensor:
+        """Return each place's number among all targets, int64[N] of this part; any for the others."""
+        is_target_BT = targets_BT != IGNORE
+        numbers_N = is_target_BT.flatten().cumsum(0) - 1
+        return self._cut(numbers_N.view_as(targets_BT)).reshape(-1)
+
+    def _gather_rows(
+        self, part_MK: torch.Tensor, rows_M: torch.Tensor, targets_BT: torch.Tensor
+    ) -> torch.Tensor:
+        """Return numbers of all targets of whole sequences from those of this part's targets.
+
+        `part_MK`: K numbers of each. `rows_M`: the places of this part's targets.
+        """
+        if self.sequence is None:
+            return part_MK
+        rows, width = targets_BT.shape
+        numbers = part_MK.shape[1]
+        tokens = rows * width // self.sequence.parts
+        part_NK = part_MK.new_zeros((tokens, numbers)).index_copy(0, rows_M, part_MK)
+        # `gather` joins along the second dimension: a token's numbers stay together in it.
+        whole = self.sequence.gather(part_NK.reshape(rows, -1))
+        whole_NK = whole.reshape(rows * width, numbers)
+        return whole_NK[rows_with_target(targets_BT.reshape(-1))]
+
     def _hidden_and_head(self) -> tuple[torch.Tensor, LinearHead]:
         """Return the hidden states, [N, D], and the head: the first arguments of losses over a head."""
         assert self.hidden_BTD is not None
@@ -226,6 +311,14 @@ class Outputs:
         if counted_BT is not targets_BT:
             return None
         return learned_M
+
+    def _rows_of_targets(self, targets_BT: torch.Tensor) -> torch.Tensor:
+        """Return `_target_rows`, which are searched if they are not known. The host waits then."""
+        rows_M = self._target_rows(targets_BT)
+        if rows_M is not None:
+            return rows_M
+        targets_N = self._cut(targets_BT).reshape(-1)
+        return rows_with_target(targets_N)
 
     def _cut(self, whole_BT: torch.Tensor) -> torch.Tensor:
         """Return this rank's part [B, t] of numbers of whole sequences [B, T]."""

@@ -125,13 +125,13 @@ def _as_options(
 ) -> tuple[Any, ...]:
     """Return the arguments of `_LinearCrossEntropy.apply` between the head's and the last."""
     if learned_M is None:
-        learned_M = _rows_with_target(targets_N)
-    rows_at_once = _rows_at_once(chunk, targets_N)
+        learned_M = rows_with_target(targets_N)
+    rows_at_once = rows_in_chunk(chunk, targets_N)
     # Inside a Function neither grad mode nor needs_input_grad shows a no_grad around it.
     return targets_N, learned_M, rows_at_once, part, torch.is_grad_enabled()
 
 
-def _rows_at_once(chunk: int, targets_N: Tensor) -> int:
+def rows_in_chunk(chunk: int, targets_N: Tensor) -> int:
     """Return the rows of a chunk: `chunk`, or all of them for 0, but at least 1."""
     if chunk:
         return chunk
@@ -168,7 +168,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         correct_N = None
         if with_choices:
             correct_N = torch.zeros_like(targets_N, dtype=torch.bool)
-        grads = _Gradients(hidden_ND, weight_VD, bias_V, wants, precise)
+        grads = HeadGradients(hidden_ND, weight_VD, bias_V, wants, precise)
         chosen_parts: list[Tensor] = []
         total_parts: list[Tensor] = []
         # The −1 of −one-hot for each row of a chunk whose targets are all in this part. It is made
@@ -178,12 +178,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Types are set explicitly below: autocast would also lower those of the gradients'
         # products.
         with torch.autocast(device.type, enabled=False):
-            weight, bias = _cast(weight_VD, bias_V, dtype)
+            weight, bias = cast_head(weight_VD, bias_V, dtype)
             for piece in _pieces(learned_M, targets_N, chunk, part, len(weight)):
                 hidden = hidden_ND[piece.rows].to(dtype)
                 logits = functional.linear(hidden, weight, bias).to(precise)
                 if correct_N is None:
-                    top = _largest_logit(logits, part)
+                    top = largest_logit(logits, part)
                 else:
                     top, first = _first_choice(logits, part)
                     correct_N[piece.rows] = first == piece.targets
@@ -232,7 +232,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*grads, *[None] * 6)
 
 
-def _largest_logit(logits_NV: Tensor, part: VocabularyPart | None) -> Tensor:
+def largest_logit(logits_NV: Tensor, part: VocabularyPart | None) -> Tensor:
     """Return the largest logit of each row of the whole head. Collective with `part`."""
     top_N = logits_NV.amax(-1)
     if part is not None:
@@ -241,7 +241,7 @@ def _largest_logit(logits_NV: Tensor, part: VocabularyPart | None) -> Tensor:
 
 
 def _first_choice(logits_NV: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
-    """Return `_largest_logit` and its index in the whole vocabulary, of equal ones the lowest.
+    """Return `largest_logit` and its index in the whole vocabulary, of equal ones the lowest.
 
     Collective with `part`.
     """
@@ -340,7 +340,7 @@ def _softmax_sums(
     return stacked.unbind()
 
 
-class _Gradients:
+class HeadGradients:
     """Sums the gradients of hidden states, weight and bias of a head over chunks, in `precise`.
 
     `wants`: which of the three are needed; the others are None.
@@ -448,7 +448,7 @@ def log_probs(
     a target of −100. `learned_M`: as in `linear_cross_entropy`.
     """
     if learned_M is None:
-        learned_M = _rows_with_target(targets_N)
+        learned_M = rows_with_target(targets_N)
     logits_MV = logits_NV[learned_M]
     precise = torch.promote_types(logits_MV.dtype, torch.float32)
     scaled_MV = logits_MV.to(precise) / temperature
@@ -490,11 +490,11 @@ def linear_log_probs(
     `learned_M`: as in `linear_cross_entropy`.
     """
     if learned_M is None:
-        learned_M = _rows_with_target(targets_N)
+        learned_M = rows_with_target(targets_N)
     if head.part is None and chunk == 0:
         logits_NV = head.logits(hidden_ND)
         return log_probs(logits_NV, targets_N, temperature, entropy, learned_M)
-    rows_at_once = _rows_at_once(chunk, targets_N)
+    rows_at_once = rows_in_chunk(chunk, targets_N)
     options = (targets_N, learned_M, rows_at_once, temperature, entropy, head.part)
     results: LogProbs = _LinearLogProbs.apply(hidden_ND, head.weight_VD, head.bias_V, *options)
     return results
@@ -532,11 +532,11 @@ class _LinearLogProbs(torch.autograd.Function):
         total_N = torch.zeros_like(chosen_N)
         entropy_N = torch.zeros_like(chosen_N)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            weight, bias = _cast(weight_VD, bias_V, dtype)
+            weight, bias = cast_head(weight_VD, bias_V, dtype)
             for piece in _pieces(learned_M, targets_N, chunk, part, len(weight)):
                 rows = piece.rows
-                logits = _scaled_logits(hidden_ND[rows].to(dtype), weight, bias, temperature)
-                top = _largest_logit(logits, part)
+                logits = scaled_logits(hidden_ND[rows].to(dtype), weight, bias, temperature)
+                top = largest_logit(logits, part)
                 chosen, total, *rest = _softmax_sums(
                     logits, top, piece.column, piece.is_mine, part, entropy
                 )
@@ -566,13 +566,13 @@ class _LinearLogProbs(torch.autograd.Function):
         head = (hidden_ND, weight_VD, bias_V)
         dtype = ctx.dtype
         wants = ctx.needs_input_grad[:3]
-        grads = _Gradients(*head, wants, total_N.dtype)
+        grads = HeadGradients(*head, wants, total_N.dtype)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            weight, bias = _cast(weight_VD, bias_V, dtype)
+            weight, bias = cast_head(weight_VD, bias_V, dtype)
             for piece in _pieces(learned_M, targets_N, ctx.chunk, ctx.part, len(weight)):
                 rows = piece.rows
                 hidden = hidden_ND[rows].to(dtype)
-                logits = _scaled_logits(hidden, weight, bias, ctx.temperature)
+                logits = scaled_logits(hidden, weight, bias, ctx.temperature)
                 log_p = logits.sub_(total_N[rows][:, None])
                 grad_chosen = _select_rows(grad_chosen_N, rows, log_p.dtype)
                 grad_entropy = _select_rows(grad_entropy_N, rows, log_p.dtype)
@@ -583,7 +583,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 grad = grad.div_(ctx.temperature)
                 scale = None
                 if dtype == torch.float16:
-                    scale = _fp16_scale(grad)
+                    scale = fp16_scale(grad)
                 grads.add(rows, grad, hidden, weight, scale)
         results: list[Tensor | None] = []
         for total, tensor in zip(grads.total(ctx.part), head, strict=True):
@@ -601,7 +601,7 @@ def _select_rows(tensor_N: Tensor | None, rows: Tensor, dtype: torch.dtype) -> T
     return tensor_N[rows].to(dtype)
 
 
-def _cast(
+def cast_head(
     weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias of a head in the type of its product."""
@@ -611,7 +611,7 @@ def _cast(
     return weight, bias_V.to(dtype)
 
 
-def _rows_with_target(targets_N: Tensor) -> Tensor:
+def rows_with_target(targets_N: Tensor) -> Tensor:
     """Return the numbers of the rows with a target, int64[M].
 
     On a GPU the host waits for how many there are. Callers that know the rows pass `learned_M`
@@ -621,7 +621,7 @@ def _rows_with_target(targets_N: Tensor) -> Tensor:
     return (targets_N != IGNORE).nonzero().squeeze(1)
 
 
-def _scaled_logits(
+def scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
 ) -> Tensor:
     """Return the logits of a head divided by the temperature, [n, V], in fp32 or a wider type."""
@@ -660,7 +660,7 @@ def _grad_logits(
     return grad.scatter_add_(1, column, chosen)
 
 
-def _fp16_scale(grad: Tensor) -> Tensor:
+def fp16_scale(grad: Tensor) -> Tensor:
     """Return the power of two that brings the largest entry of a gradient near FP16_SCALE.
 
     It is a tensor, so that the host does not wait for the device.

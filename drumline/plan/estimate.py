@@ -45,7 +45,9 @@ class Memory(Frozen):
     reserved: int = Field(
         description="Bytes that must fit: what the allocator holds at the peak, fragmentation included, plus `overhead`."
     )
-    phase: Literal["first_pass", "forward", "loss", "backward", "clip", "step", "rollout"]
+    phase: Literal[
+        "teacher", "first_pass", "forward", "loss", "backward", "clip", "step", "rollout"
+    ]
     phases: dict[str, int] = Field(
         default_factory=dict,
         description="The peak of each part of the step; backward has three: at the head, through the blocks, at its end.",

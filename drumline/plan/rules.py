@@ -31,6 +31,7 @@ from drumline.plan.rule import (
 )
 from drumline.plan.strategy_engine import engine_spec
 from drumline.plan.stream import sequence_parallel_refusals
+from drumline.plan.teacher_rules import refusals as teacher_refusals
 
 # Refusals whose reason depends on the model. It is filled in by `replace` here, from the model's facts,
 # or by `error(reason)` in engine and models, when the model is built.
@@ -77,6 +78,7 @@ def check_role_rules(case: Case, trainable: bool) -> None:
         _mps,
         _rows_with_images,
         retrieval_refusals,
+        teacher_refusals,
         adapter_refusals,
         _vllm,
         _evaluation,
@@ -104,6 +106,7 @@ def _rules_in_order(case: Case) -> tuple[Rule, ...]:
         _rows_with_images,
         _images,
         retrieval_refusals,
+        teacher_refusals,
         adapter_refusals,
         _vllm,
         _model,

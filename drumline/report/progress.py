@@ -394,6 +394,13 @@ class Progress:
         pairs = f"{event.pairs} pairs of {event.data}"
         self._print(f"reference: {pairs} scored in {event.seconds:.1f} s")
 
+    def _on_teacher(self, event: events.Teacher) -> None:
+        """Print how long the teacher took, unless its numbers were read from disk."""
+        if event.found or not self.is_verbose:
+            return
+        tokens = f"{event.tokens:,} tokens of {event.data}"
+        self._print(f"teacher: asked about {tokens} in {event.seconds:.1f} s")
+
     def _on_measured(self, event: events.Measured) -> None:
         """Print once how the measured memory and seconds compare with the plan."""
         memory = event.metrics.get("memory")

@@ -294,6 +294,16 @@ class Reference(Event, kind="reference"):
     seconds: float  # that this took
 
 
+class Teacher(Event, kind="teacher"):
+    """A teacher's log-probabilities of all learned tokens are computed or read."""
+
+    data: str  # train or eval
+    tokens: int  # tokens that are learned from
+    found: bool  # whether they were read from a folder of an earlier run, and not computed
+    path: str  # folder with the log-probabilities
+    seconds: float  # that this took
+
+
 class Started(Event, kind="started"):
     """The first step of a process is done."""
 

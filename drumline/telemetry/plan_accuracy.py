@@ -168,9 +168,11 @@ def _compare_memory(estimate: Estimate, measured: Measurement) -> list[Compariso
     peak = memory.peak
     # What grows with the tokens of a micro-batch.
     growing = memory.activations + memory.logits
-    # The tracker follows steps; only an allocator sees what is sampled between them.
-    of_steps = [bytes_ for phase, bytes_ in memory.phases.items() if phase != "rollout"]
-    is_peak_unseen = memory.phase == "rollout" and measured.by == "tracker"
+    # The tracker follows steps; only an allocator sees what is sampled between them, and a teacher
+    # before them.
+    unseen = ("rollout", "teacher")
+    of_steps = [bytes_ for phase, bytes_ in memory.phases.items() if phase not in unseen]
+    is_peak_unseen = memory.phase in unseen and measured.by == "tracker"
     if is_peak_unseen and of_steps:
         peak = max(of_steps)
         growing = max(0, peak - memory.parameters - memory.gradients - memory.optimizer)

@@ -38,6 +38,7 @@ from drumline.train.references import Reference
 from drumline.train.restore import ResumePoint, checkpointer_of, memory_checkpoints_of, metric_order
 from drumline.train.saving import Saver
 from drumline.train.state import Goodput, TrainState
+from drumline.train.teachers import TeacherLoaders
 from drumline.train.timeouts import CollectiveTimeout
 
 
@@ -223,7 +224,17 @@ class DataSource:
             self.state.stream,
             self.state.step,
         )
-        if self.plan.config.algorithm.reference_of(self.plan.config) != "none":
+        if self.plan.config.algorithm.teaching is not None:
+            teacher = TeacherLoaders(
+                self.plan,
+                self.ranks,
+                self.reducer.device,
+                loaders,
+                self.emit,
+                self.stop_flag,
+            )
+            loaders = teacher.add_to_data_loaders()
+        elif self.plan.config.algorithm.reference_of(self.plan.config) != "none":
             reference = Reference(
                 self.plan,
                 self.ranks,

@@ -226,6 +226,8 @@ def trained(
         more = quick(path, instead)
         if is_packaged(path):
             more.append(f"model.id={model}")
+        if load(path, []).config.algorithm.teaching is not None:
+            more.append(f"algorithm.teacher.id={model}")
         if has_weights(path):
             more.append("data.max_length=384")  # its tokens are letters: rows are longer
         places = [f"run.dir={root / path.stem}", f"data.cache_dir={root / 'cache'}"]

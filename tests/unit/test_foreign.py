@@ -211,13 +211,14 @@ def test_metrics_are_those_that_the_algorithms_measure() -> None:
         known = spec.metrics
         if issubclass(spec, RolloutSpec) or kind == "python":
             continue  # measured by completions (rl.rollouts), or by the user's own objective
-        config = load_text(DATA, [f"algorithm={kind}"])
+        algorithm = kind
+        if kind == "distill":
+            algorithm = "{kind: distill, teacher: some/model}"
+        config = load_text(DATA, [f"algorithm={algorithm}"])
         measured = config.algorithm.build().metrics(Sums({"top": 1.0, "tp.0": 1.0}))
         assert set(measured) == set(known), kind
-        assert (
-            load_text(DATA, [f"algorithm={kind}", f"eval.metric={known[0]}"]).eval.metric
-            == known[0]
-        )
+        named = load_text(DATA, [f"algorithm={algorithm}", f"eval.metric={known[0]}"])
+        assert named.eval.metric == known[0]
     assert (
         load_text(DATA, ["algorithm=grpo", "eval.metric=reward/sums"]).eval.metric == "reward/sums"
     )

@@ -455,8 +455,8 @@ def _apply_fp8(layout: Layout, facts: ModelFacts, cluster: Cluster, rate_per_tok
 def scoring_flops(layout: Layout, facts: ModelFacts) -> float:
     """Return the FLOPs that are computed without gradients for each token of a step.
 
-    They are those of a first pass, and of a reference that answers in every step: a model of its
-    own, or the policy without its adapter.
+    They are those of a first pass, and of a reference or a teacher that answers in every step: a
+    model of its own, or the policy without its adapter.
     """
     algorithm = layout.config.algorithm
     kind = algorithm.reference_of(layout.config)
@@ -464,8 +464,9 @@ def scoring_flops(layout: Layout, facts: ModelFacts) -> float:
     if kind == "adapter":
         policy_forwards += algorithm.reference_forwards
     flops = policy_forwards * forward_flops(facts)
-    if kind == "live" and "reference" in facts.roles:
-        flops += algorithm.reference_forwards * forward_flops(facts.roles["reference"])
+    role = algorithm.reference_role
+    if kind == "live" and role in facts.roles:
+        flops += algorithm.reference_forwards * forward_flops(facts.roles[role])
     return flops
 
 

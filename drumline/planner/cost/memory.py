@@ -235,6 +235,9 @@ def memory_of_rank(
     if _first_numbers(layout, facts):
         compared = _first_pass_bytes(layout, facts)
         phases = {"first_pass": Phase(0.0, compared, 0.0, buffers.always), **phases}
+    taught = _teacher_phase(layout, facts, pp_rank, state.optimizer)
+    if taught is not None:
+        phases = {"teacher": taught, **phases}
     phases["rollout"] = Phase(0.0, _sampling_bytes(layout, facts), 0.0, 0.0)
 
     if generates_with_weight_copy(layout):
@@ -759,6 +762,9 @@ def auxiliary_state(layout: Layout, facts: ModelFacts, pp_rank: int) -> State:
             parameters += state.parameters
             gradients += state.gradients
             optimizer += state.optimizer
+        elif name == "teacher" and _is_precomputed(layout):
+            # It is freed before the first step (`_teacher_phase`).
+            continue
         elif not _is_freed_before_gradients(layout, facts, name, sizes):
             parameters += _frozen_bytes(layout, own, sizes, model_part)
     return State(parameters, gradients, optimizer)
@@ -771,12 +777,28 @@ def _is_freed_before_gradients(
 
     A reference is, if it answers before the first step.
     """
-    if name != "reference":
-        return False
-    config = layout.config
-    if config.algorithm.reference_of(config) != "precomputed":
+    if name != "reference" or not _is_precomputed(layout):
         return False
     return sizes.parameters <= facts.trainable
+
+
+def _is_precomputed(layout: Layout) -> bool:
+    """Return whether a reference or a teacher answers before the first step alone."""
+    return layout.config.algorithm.reference_of(layout.config) == "precomputed"
+
+
+def _teacher_phase(layout: Layout, facts: ModelFacts, pp_rank: int, optimizer: int) -> Phase | None:
+    """Return the phase in which a teacher answers before the first step; None without one.
+
+    The optimizer's states, of `optimizer` bytes, are counted in every phase and do not exist yet.
+    """
+    if "teacher" not in facts.roles or not _is_precomputed(layout):
+        return None
+    sizes = facts.roles["teacher"]
+    own = layout.single_role("teacher")
+    model_part = pipeline_part(sizes, layout.roles["teacher"].layers, layout.mesh.pp, pp_rank)
+    weights = _frozen_bytes(layout, own, sizes, model_part)
+    return Phase(0.0, 0.0, 0.0, max(0.0, float(weights - optimizer)))
 
 
 def _frozen_bytes(layout: Layout, own: Layout, sizes: ModelFacts, model_part: PipelinePart) -> int:

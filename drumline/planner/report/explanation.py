@@ -32,6 +32,7 @@ TERA = 1e12
 MOST_NAMES = 8
 # Phases of a step (cost.memory) in plain words.
 PHASES = {
+    "teacher": "the teacher's weights, before the first step",
     "first_pass": "the embeddings of the global batch, compared with each other",
     "forward": "forward in the model's last block",
     "loss": "the loss, from the head's logits",

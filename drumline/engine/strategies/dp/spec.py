@@ -40,6 +40,12 @@ class DPSpec(EngineSpec[DPStrategy]):
                 "nn.DataParallel cuts a batch into runs of rows, and the loss of each takes a mean over the whole global batch",
                 "use strategy=ddp",
             )
+        if case.device == "cuda" and algorithm.teaching is not None:
+            yield Refusal(
+                "dp × distillation",
+                "nn.DataParallel cuts a batch into runs of rows, and the teacher's numbers are those of all its tokens, end to end",
+                "use strategy=ddp",
+            )
         if case.config.compile.enabled:
             yield Refusal(
                 "dp × compile",

@@ -1,0 +1,391 @@
+"""A teacher's distributions at the learned tokens, which are added to each batch.
+
+There are two ways to get them:
+
+- `precomputed`: a table over all learned tokens of a token cache is computed once before training,
+  and kept in the folder of the cache, where other runs find it.
+- `live`: a frozen model answers batch by batch. For the whole vocabulary (`top_k` 0) the batch gets
+  its hidden states, and the loss computes its logits from them, a few tokens at a time.
+
+Letters of shapes: M learned tokens of a micro-batch; T of a whole cache; K choices of each token,
+L = K + 1 log-probabilities.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from drumline.config.algorithm import TeachingSpec
+from drumline.data.cache import TokenCache, bounds
+from drumline.data.order import GlobalBatch
+from drumline.dist.copies import copy_to_device
+from drumline.dist.reduce import from_all, sum_over_ranks
+from drumline.dist.start import RankInfo
+from drumline.engine.build import build_engine
+from drumline.engine.engine import Engine
+from drumline.errors import EnvironmentFault, Preempted
+from drumline.foreign import disk_errors
+from drumline.models.choices import Choices
+from drumline.models.load import load_config
+from drumline.models.losses import LinearHead
+from drumline.models.teaching import Teacher, TeacherStates
+from drumline.models.vocabulary import stored_rows
+from drumline.plan.plan import DataPlan, Plan
+from drumline.system.files import rename_unless_there, temporary_folder
+from drumline.system.signals import StopFlag
+from drumline.telemetry import events
+from drumline.train.data_loaders import Batches, DataLoaders
+from drumline.train.references import weight_files
+
+# Takes micro-batches, and returns what the teacher says of each.
+Ask = Callable[[list[Any]], list[Teacher]]
+# A part of the tables' names. To be raised if the same models and rows give other numbers.
+VERSION = 1
+KEY_DIGITS = 16
+
+
+@dataclass(frozen=True)
+class ChoiceTable:
+    """A teacher's choices at all T learned tokens of a cache, on disk.
+
+    `ids`: int32[T, K]. `log_probs`: fp32[T, L]. `first_tokens`: int64[N + 1], where the tokens of each
+    sample begin, and the end of all.
+    """
+
+    ids: npt.NDArray[np.int32]
+    log_probs: npt.NDArray[np.float32]
+    first_tokens: npt.NDArray[np.int64]
+
+    @classmethod
+    def open(cls, folder: Path, cache: TokenCache, top_k: int) -> ChoiceTable | None:
+        """Return the table in a folder; None if it is missing, damaged, or of other sizes."""
+        try:
+            ids = np.load(folder / "ids.npy", mmap_mode="r", allow_pickle=False)
+            log_probs = np.load(folder / "log_probs.npy", mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            return None
+        first_tokens = bounds(cache.target_counts)
+        tokens = int(first_tokens[-1])
+        has_types = ids.dtype == np.int32 and log_probs.dtype == np.float32
+        if not has_types or ids.ndim != 2:
+            return None
+        choices = ids.shape[1]
+        has_sizes = len(ids) == tokens and 0 < choices <= top_k
+        if not has_sizes or log_probs.shape != (tokens, choices + 1):
+            return None
+        return cls(ids, log_probs, first_tokens)
+
+    def choices_of(self, samples: Sequence[int], device: str) -> Choices:
+        """Return the choices at the learned tokens of samples, in their order; -1 has none."""
+        ids = [self.ids[:0]]
+        log_probs = [self.log_probs[:0]]
+        for sample in samples:
+            if sample >= 0:
+                start, stop = self.first_tokens[sample : sample + 2].tolist()
+                ids.append(self.ids[start:stop])
+                log_probs.append(self.log_probs[start:stop])
+        ids_MK = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+        log_probs_ML = torch.from_numpy(np.concatenate(log_probs))
+        return Choices(copy_to_device(device, ids_MK), copy_to_device(device, log_probs_ML))
+
+
+@dataclass
+class FrozenTeacher:
+    """A teacher's engine, and how it answers for micro-batches.
+
+    `entries`: entries of the trained model's vocabulary. A teacher may have more, which are padding.
+    """
+
+    engine: Engine
+    teaching: TeachingSpec
+    entries: int
+    keeps_head: bool
+    head: LinearHead | None = field(default=None, init=False)
+
+    def ask(self, micro_batches: list[Any]) -> list[Teacher]:
+        """Return what the teacher says of each micro-batch. Collective."""
+        if self.teaching.top_k:
+            packed = self.engine.infer(micro_batches, self.packed_choices)
+            return [_unpack(packed_MJ) for packed_MJ in packed]
+        hidden = self.engine.infer(micro_batches, self._states)
+        # Without a head, on the ranks of a pipeline that compute no loss.
+        head = self.head or LinearHead(torch.empty(0))
+        return [TeacherStates(hidden_ME, head) for hidden_ME in hidden]
+
+    def packed_choices(self, outputs: Any, batch: Any) -> torch.Tensor:
+        """Return the choices at the learned tokens in one tensor, fp32[M, K + L]."""
+        teaching = self.teaching
+        choices = outputs.top_choices(
+            batch.targets_BT,
+            teaching.top_k,
+            self.entries,
+            teaching.loss_chunk,
+            teaching.temperature,
+        )
+        # fp32 holds whole numbers up to 16 million, and no vocabulary is as large.
+        return torch.cat((choices.ids_MK.float(), choices.log_probs_ML.float()), 1)
+
+    def _states(self, outputs: Any, batch: Any) -> torch.Tensor:
+        """Return the hidden states at the learned tokens, [M, E], and keep the head."""
+        states: TeacherStates = outputs.states(batch.targets_BT)
+        if self.head is None:
+            self.head = states.head
+            if not self.keeps_head:
+                # What is gathered for this forward is freed after it. Frozen weights do not change.
+                self.head = states.each(torch.clone).head
+        return states.hidden_ME
+
+
+def _unpack(packed_MJ: torch.Tensor) -> Choices:
+    """Return the choices of `packed_choices`; J = K + L = 2 K + 1."""
+    choices = packed_MJ.shape[1] // 2
+    ids_MK, log_probs_ML = packed_MJ.split([choices, choices + 1], 1)
+    return Choices(ids_MK.long(), log_probs_ML)
+
+
+@dataclass(frozen=True)
+class TeacherLoaders:
+    """Adds the teacher's distributions to the data loaders of one run on one rank."""
+
+    plan: Plan
+    ranks: RankInfo
+    device: str
+    loaders: DataLoaders
+    emit: events.Emit
+    stop_flag: StopFlag
+
+    @property
+    def teaching(self) -> TeachingSpec:
+        """The algorithm's settings of the teacher."""
+        teaching = self.plan.config.algorithm.teaching
+        assert teaching is not None, "the algorithm has a teacher"
+        return teaching
+
+    def add_to_data_loaders(self) -> DataLoaders:
+        """Return the data loaders with the teacher's distributions in every batch.
+
+        Collective. If the teacher is live, taking a batch is collective, too.
+        """
+        data = self.plan.data
+        assert data is not None, "workers get plans of prepared data"
+        ask_for_folder = self._ask_by_folder(data)
+        training = with_teacher(self.loaders.training, ask_for_folder[data.train_cache])
+        held_out = {}
+        for name, batches in self.loaders.held_out.items():
+            ask = ask_for_folder[data.eval_caches[name]]
+            held_out[name] = self._add_to_held_out(batches, ask)
+        return replace(self.loaders, training=training, held_out=held_out)
+
+    def _add_to_held_out(self, batches: Batches, ask: Ask) -> Batches:
+        """Return a function that returns the batches of an evaluation set, taught."""
+        return lambda: with_teacher(batches(), ask)
+
+    def _ask_by_folder(self, data: DataPlan) -> dict[str, Ask]:
+        """Return how the teacher is asked about the samples of each cache folder. Collective."""
+        folders = {"train": data.train_cache}
+        for name, folder in data.eval_caches.items():
+            # The one set of a config that names none has the name "".
+            folders[f"eval-{name}".rstrip("-")] = folder
+        if self.teaching.log_probs == "live":
+            teacher = self._build_teacher()
+            return dict.fromkeys(folders.values(), teacher.ask)
+        tables = self._load_or_build_tables(folders)
+        asks: dict[str, Ask] = {}
+        for folder, table in tables.items():
+            asks[folder] = partial(_look_up, table, self.device)
+        return asks
+
+    def _build_teacher(self) -> FrozenTeacher:
+        """Return the teacher, spread as the trained model is. Collective."""
+        engine = build_engine(self.plan, self.device, role="teacher")
+        whole_weights = self.plan.config.strategy.whole_weights
+        return FrozenTeacher(engine, self.teaching, vocabulary_entries(self.plan), whole_weights)
+
+    def _load_or_build_tables(self, caches: dict[str, str]) -> dict[str, ChoiceTable]:
+        """Return the table of each cache folder, by the folder. Collective.
+
+        `caches`: the folder of each part of the data.
+        """
+        tables: dict[str, ChoiceTable] = {}
+        teacher: FrozenTeacher | None = None
+        for part, folder in caches.items():
+            began = time.time()
+            cache = TokenCache.open(Path(folder))
+            path = Path(folder) / "teachers" / table_key(self.plan, folder)
+            table = ChoiceTable.open(path, cache, self.teaching.top_k)
+            # Each host has a cache of its own, unless they share it.
+            is_found = all(from_all(table is not None))
+            if not is_found:
+                if teacher is None:
+                    teacher = self._build_teacher()
+                self._build_table(teacher, cache, path)
+                table = ChoiceTable.open(path, cache, self.teaching.top_k)
+            assert table is not None, "the table was written a moment ago"
+            tables[folder] = table
+            event = events.Teacher(
+                data=part,
+                tokens=len(table.ids),
+                found=is_found,
+                path=str(path),
+                seconds=time.time() - began,
+            )
+            self.emit(event)
+        return tables
+
+    def _build_table(self, teacher: FrozenTeacher, cache: TokenCache, path: Path) -> None:
+        """Compute the table of a cache, and write it to `path` on each host. Collective.
+
+        Raises Preempted after a stop signal.
+        """
+        if self.ranks.local_rank != 0:
+            for _ in self._answers(teacher, cache):
+                pass
+        else:
+            self._write_table(self._answers(teacher, cache), cache, path)
+        # All ranks read the files that the first of each host has written.
+        from_all(None)
+
+    def _write_table(
+        self, answers: Iterator[tuple[int, npt.NDArray[np.float32]]], cache: TokenCache, path: Path
+    ) -> None:
+        """Write the answers for all samples of a cache as a table. It appears whole."""
+        first_tokens = bounds(cache.target_counts)
+        tokens = int(first_tokens[-1])
+        ids: Any = None
+        log_probs: Any = None
+        with self._table_folder(path) as folder:
+            for sample, packed in answers:
+                choices = packed.shape[1] // 2
+                if ids is None:
+                    ids = _new_array(folder / "ids.npy", np.int32, (tokens, choices))
+                    log_probs = _new_array(
+                        folder / "log_probs.npy", np.float32, (tokens, choices + 1)
+                    )
+                here = slice(*first_tokens[sample : sample + 2].tolist())
+                ids[here] = packed[:, :choices]
+                log_probs[here] = packed[:, choices:]
+            ids.flush()
+            log_probs.flush()
+            rename_unless_there(
+                folder,
+                path,
+                lambda: ChoiceTable.open(path, cache, self.teaching.top_k) is not None,
+            )
+
+    def _table_folder(self, path: Path) -> contextlib.AbstractContextManager[Path]:
+        """Return the temporary folder in which the table at `path` is made."""
+        root = path.parent
+        with disk_errors("cannot be written", str(root), EnvironmentFault, "set data.cache_dir"):
+            root.mkdir(parents=True, exist_ok=True)
+        return temporary_folder(root)
+
+    def _answers(
+        self, teacher: FrozenTeacher, cache: TokenCache
+    ) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+        """Yield the packed choices of each sample of a cache, on every rank. Collective.
+
+        Raises Preempted after a stop signal.
+        """
+        is_counted = self.plan.mesh.is_counted(self.ranks.rank)
+        for batch in self.loaders.batches_of_folder(str(cache.folder)):
+            (stop,) = sum_over_ranks([float(self.stop_flag.requested)], self.device)
+            if stop:
+                what = "stopped before the first step, while the teacher was asked"
+                raise Preempted(what, where=self.plan.run_dir, fix="go on with --resume")
+            packed = teacher.engine.infer(batch.micro_batches, teacher.packed_choices)
+            mine = []
+            if is_counted:
+                # Another rank may have the same samples.
+                for micro_batch, packed_MJ in zip(batch.micro_batches, packed, strict=True):
+                    mine += _split_by_sample(micro_batch.samples, packed_MJ, cache)
+            for answers in from_all(mine):
+                yield from answers
+
+
+def _split_by_sample(
+    samples: Sequence[int], packed_MJ: torch.Tensor, cache: TokenCache
+) -> list[tuple[int, npt.NDArray[np.float32]]]:
+    """Return (sample, the rows of its learned tokens) of a micro-batch, without fillers."""
+    packed = packed_MJ.cpu().numpy()
+    parts = []
+    start = 0
+    for sample in samples:
+        if sample >= 0:
+            stop = start + int(cache.target_counts[sample])
+            parts.append((sample, packed[start:stop]))
+            start = stop
+    return parts
+
+
+def _new_array(path: Path, dtype: Any, shape: tuple[int, int]) -> Any:
+    """Return the memory map of a new .npy file. Raises EnvironmentFault if the disk is too full."""
+    with disk_errors("cannot be written", str(path.parent), EnvironmentFault, "set data.cache_dir"):
+        array = np.lib.format.open_memmap(path, "w+", dtype, shape)
+        if hasattr(os, "posix_fallocate"):
+            # The file has holes so far. A write into one of a full disk would kill the process.
+            with path.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return array
+
+
+def _look_up(table: ChoiceTable, device: str, micro_batches: list[Any]) -> list[Teacher]:
+    """Return the choices of micro-batches from a table."""
+    return [table.choices_of(micro_batch.samples, device) for micro_batch in micro_batches]
+
+
+def with_teacher(batches: Iterable[GlobalBatch], ask: Ask) -> Iterator[GlobalBatch]:
+    """Yield batches with the teacher's distributions in every micro-batch, as `teacher`."""
+    for batch in batches:
+        taught = []
+        for micro_batch, teacher in zip(batch.micro_batches, ask(batch.micro_batches), strict=True):
+            taught.append(replace(micro_batch, teacher=teacher))
+        yield replace(batch, micro_batches=taught)
+
+
+def vocabulary_entries(plan: Plan) -> int:
+    """Return the rows of the head of the trained model."""
+    config = load_config(plan.model_path, plan.config.model)
+    rows = stored_rows(config)
+    assert rows is not None, "a language model has a vocabulary"
+    return rows
+
+
+def table_key(plan: Plan, folder: str) -> str:
+    """Return a hash, 16 hex digits, of all that a table depends on.
+
+    That is the rows' tokens (by the cache's own name, a hash of rows and tokenizer), the teacher's
+    weights, what is asked of it, and the precision.
+    """
+    role = plan.roles["teacher"]
+    teaching = plan.config.algorithm.teaching
+    assert teaching is not None, "the algorithm has a teacher"
+    seed: int | None = None
+    if role.model.init == "random" or role.model.id is None:
+        # Its weights are drawn.
+        seed = plan.config.run.seed
+    parts = {
+        "version": VERSION,
+        "rows": Path(folder).name,
+        "teacher": role.model.model_dump(mode="json"),
+        "files": weight_files(role.model_path),
+        "seed": seed,
+        "top_k": teaching.top_k,
+        "temperature": teaching.temperature,
+        "entries": vocabulary_entries(plan),
+        "precision": plan.precision,
+    }
+    text = json.dumps(parts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
