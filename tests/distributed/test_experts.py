@@ -51,11 +51,13 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "single": (1, "single"),
     "ep 2": (2, {"kind": "ddp", "ep": 2}),
     "fsdp2 2 x ep 2": (4, {"kind": "fsdp2", "ep": 2}),
+    "fsdp2, ep 2 x cp 2": (4, {"kind": "fsdp2", "ep": 2, "cp": 2}),
     "fsdp2, ep 2 x pp 2": (4, {"kind": "fsdp2", "ep": 2, "pp": 2}),
+    "fsdp2, ep 2 x tp 2": (4, {"kind": "fsdp2", "ep": 2, "tp": 2}),
     "tp 2": (2, "tp"),
 }
 # Spreads of one kind alone; it has no others.
-IN_PARTS = ("fsdp2, ep 2 x pp 2", "tp 2")
+IN_PARTS = ("fsdp2, ep 2 x pp 2", "fsdp2, ep 2 x tp 2", "tp 2")
 OFTEN = [("bf16, stochastic", "ep 2"), ("4bit", "ep 2")]
 
 
