@@ -153,7 +153,7 @@ def apply_experts(module: Any, ranks: ExpertRanks) -> None:
     module.forward = forward
 
 
-def _cut_tensors(holder: nn.Module, mesh: DeviceMesh) -> None:
+def _cut_tensors(holder: Any, mesh: DeviceMesh) -> None:
     """Leave this rank's experts of the tensors that a module itself holds."""
     for name, whole in list(holder._parameters.items()):
         placed = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
