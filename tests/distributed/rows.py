@@ -812,7 +812,7 @@ CASES += [
             "compile": {"enabled": True},
             "memory": {"activation_checkpointing": "full"},
         },
-        ("ep 2", "fsdp2 2 x ep 2"),
+        ("ep 2", "fsdp2 2 x ep 2", "ep 2 x cp 2", "ep 2 x tp 2"),
         "mixtral",
     ),
     Case(
@@ -843,7 +843,15 @@ CASES += [
     Case(
         "deepseek_v3, router bias",
         {**PACKED, "model": {"router_bias_rate": 0.02}},
-        (*ENGINES, "cp 2", "tp 2", "ep 2", "fsdp2, ep 2 x pp 2"),
+        (
+            *ENGINES,
+            "cp 2",
+            "tp 2",
+            "ep 2",
+            "fsdp2, ep 2 x pp 2",
+            "fsdp2, ep 2 x cp 2",
+            "ep 2 x tp 2",
+        ),
         "deepseek_v3",
     ),
     Case(
