@@ -67,7 +67,7 @@ from drumline.version import __version__
 
 logger = logging.getLogger(__name__)
 # The version of stored traces, a part of their names. Raise it if traces get other results.
-VERSION = 8
+VERSION = 9
 # Seconds after which a trace in a child is given up. Most take seconds.
 CHILD_SECONDS = 300
 # Layers after which their types repeat, such as five local ones and a global one. No more layers than
