@@ -28,6 +28,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from drumline import errors
 from drumline.config.rollouts import (
+    EnvironmentReward,
     FunctionReward,
     LengthReward,
     MathReward,
@@ -59,6 +60,8 @@ END_SECONDS = 10.0
 EXIT_SECONDS = 1.0
 NOT_ITS_OWN = "wrote on a file descriptor that is not its own, or closed it"
 WHERE = "algorithm.rewards"
+# The name under which failures of environments are counted beside those of rewards.
+ENVIRONMENT = "environment"
 
 
 class RewardResult(NamedTuple):
@@ -81,6 +84,10 @@ class EpisodeText:
     # The other columns of the prompt's row. A prompt of a reasoning-gym task has `task` (its name),
     # `options` (of the task) and `entry` (question, answer, metadata).
     meta: dict[str, Any] = field(default_factory=dict)
+    # The sum of the rewards of the episode's environment; NaN if it gave none.
+    environment_reward: float = math.nan
+    # Why the environment failed, so that the episode has no reward; None if it did not.
+    failure: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ class EpisodeScore:
     value: float
     # Reward name → value without its weight, NaN if it failed or does not apply.
     parts: dict[str, float]
-    # Reward name → short reason.
+    # Reward name → short reason; under ENVIRONMENT that of an environment.
     failures: dict[str, str]
     # Whether any reward applies to the episode.
     applies: bool = True
@@ -205,7 +212,7 @@ class Rewards:
         # Rewards that the processes compute, by their index in the config's list.
         self.isolated: dict[int, Reward] = {}
         for index, config in enumerate(configs):
-            if not isinstance(config, LengthReward | ModelReward):
+            if not isinstance(config, LengthReward | ModelReward | EnvironmentReward):
                 self.isolated[index] = config
         processes = workers or _default_workers()
         # A thread for each worker: it starts the process, sends its requests, and replaces it.
@@ -264,6 +271,9 @@ class Rewards:
         self, episode: EpisodeText, model_scores: Mapping[str, float]
     ) -> EpisodeScore:
         """Compute all rewards of an episode in turn, the isolated ones in this thread's process."""
+        if episode.failure is not None:
+            unknown = dict.fromkeys(self.names, math.nan)
+            return EpisodeScore(math.nan, unknown, {ENVIRONMENT: episode.failure})
         parts = {}
         failures = {}
         total = 0.0
@@ -297,6 +307,8 @@ class Rewards:
         config = self.configs[index]
         if isinstance(config, LengthReward):
             return RewardResult(length_penalty(episode.tokens, config.free, config.limit))
+        if isinstance(config, EnvironmentReward):
+            return RewardResult(episode.environment_reward)
         if isinstance(config, ModelReward):
             value = model_scores[self.names[index]]
             if math.isfinite(value):
