@@ -20,6 +20,7 @@ TASKS = (
     "several_hosts",
     "dpo",
     "grpo",
+    "grpo_tools",
     "vision_language",
     "embedding_model",
     "recipes",
