@@ -247,9 +247,7 @@ class ToolsEnvironment(_Environment):
     )
 
 
-Environment = Annotated[
-    ClassEnvironment | ToolsEnvironment, Field(discriminator="kind"), KIND_ALONE
-]
+Environment = Annotated[ClassEnvironment | ToolsEnvironment, Field(discriminator="kind")]
 
 
 class KLConfig(Section):

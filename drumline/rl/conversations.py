@@ -124,8 +124,10 @@ class Conversations:
     Collective: each rank calls the same methods in the same order.
     """
 
-    # Samples completions. Arguments: requests, step, whether greedily. Collective.
+    # Samples the first turns, by the current weights, and the later ones, by the same weights.
+    # Arguments: requests, step, whether greedily. Collective.
     sample: Callable[[list[Request], int, bool], list[Completion]]
+    sample_again: Callable[[list[Request], int, bool], list[Completion]]
     environments: Environments
     chat: ChatTurns
     seed: int
@@ -212,7 +214,10 @@ class Conversations:
             episode = episodes[number]
             key = (*episode.start.request.key, turn)
             requests.append(Request(episode.prompt + episode.tokens, key))
-        completions = self.sample(requests, step, greedily)
+        if turn == 0:
+            completions = self.sample(requests, step, greedily)
+        else:
+            completions = self.sample_again(requests, step, greedily)
         for number, completion in zip(active, completions, strict=True):
             episode = episodes[number]
             episode.append(completion.tokens, completion.log_probs, sampled=True)

@@ -38,7 +38,7 @@ from drumline.config.rollouts import ClassEnvironment, Environment
 from drumline.errors import ConfigError, DrumlineError
 from drumline.foreign import class_and_line
 from drumline.rl.reward_worker import LONGEST_REASON, NICENESS
-from drumline.rl.rewards import LARGEST_REWARD, Channel
+from drumline.rl.rewards import LARGEST_REWARD, LONGEST_ANSWER, Channel
 from drumline.rl.tool_calls import Call
 from drumline.rl.tools import ToolBox, load_tools
 from drumline.system.redact import redact, redacted_streams
@@ -47,6 +47,8 @@ WHERE = "algorithm.environment"
 # Seconds to wait for a fork that is about to end by itself, and between looks at it.
 EXIT_SECONDS = 1.0
 LOOK_SECONDS = 0.01
+# The most characters of an environment's messages as JSON, which leaves room for the rest of an answer.
+MOST_CHARACTERS = LONGEST_ANSWER // 2
 # NumPy's seeds are below this.
 NUMPY_SEEDS = 2**32
 
@@ -274,12 +276,15 @@ def _checked_messages(messages: Any, needs_one: bool) -> list[dict[str, Any]]:
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list | tuple):
         raise BadReply(f"returned a {type(messages).__name__} as messages, not a list")
-    checked = []
     for message in messages:
         has_role = isinstance(message, dict) and isinstance(message.get("role"), str)
         if not has_role or not isinstance(message.get("content"), str):
             raise BadReply("returned a message that is not {role: text, content: text}")
-        checked.append(message)
-    if needs_one and not checked:
+    if needs_one and not messages:
         raise BadReply("reset returned no message")
+    # Types that JSON lacks become text.
+    text = json.dumps(list(messages), default=str)
+    if len(text) > MOST_CHARACTERS:
+        raise BadReply(f"returned messages of {len(text)} characters, more than {MOST_CHARACTERS}")
+    checked: list[dict[str, Any]] = json.loads(text)
     return checked

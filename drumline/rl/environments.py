@@ -101,12 +101,22 @@ class EnvironmentServer(GuardedProcess):
         token = secrets.token_hex(8)
         line = json.dumps({"token": token, **message}).encode()
         with self._lock:
-            self.channel.end.settimeout(END_SECONDS)
-            if fds:
-                socket.send_fds(self.channel.end, [line], fds)
-            else:
-                self.channel.end.sendall(line)
-            reply = self.channel.receive(END_SECONDS)
+            try:
+                return self._exchange(token, line, fds)
+            except (EOFError, OSError, MalformedMessage):
+                # Later answers might be taken for those of other requests. A new process takes its
+                # place at the next `reset`.
+                self.process.terminate()
+                raise
+
+    def _exchange(self, token: str, line: bytes, fds: list[int]) -> dict[str, Any]:
+        """Send a message, and return the answer with its token."""
+        self.channel.end.settimeout(END_SECONDS)
+        if fds:
+            socket.send_fds(self.channel.end, [line], fds)
+        else:
+            self.channel.end.sendall(line)
+        reply = self.channel.receive(END_SECONDS)
         if reply.get("token") != token:
             raise MalformedMessage
         return reply
@@ -233,7 +243,8 @@ class Environments:
         self, arguments: dict[int, dict[str, Any]], seeds: dict[int, int]
     ) -> dict[int, Reply]:
         """Return the reply of each environment to a call."""
-        granted = self.config.timeout_seconds + 2 * EXIT_SECONDS + START_SECONDS
+        # A call may wait for one before it.
+        granted = 2 * (self.config.timeout_seconds + EXIT_SECONDS) + START_SECONDS
         heartbeat.alive(granted)
         pending = {}
         for number, values in arguments.items():

@@ -145,6 +145,7 @@ def build_conversations(
     )
     return Conversations(
         sample=generate,
+        sample_again=generate.sample_again,
         environments=environments,
         chat=chat,
         seed=plan.config.run.seed,

@@ -183,7 +183,7 @@ def play(
         "max_length": 512,
         **options,
     }
-    conversations = Conversations(answers, environments, chat, seed=5, **limits)
+    conversations = Conversations(answers, answers, environments, chat, seed=5, **limits)
     starts = []
     for index in range(number):
         # Two episodes a group.
