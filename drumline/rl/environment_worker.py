@@ -93,7 +93,7 @@ class ToolsEpisode:
         calls = []
         for call in message.get("tool_calls", []):
             function = call["function"]
-            calls.append(Call(function["name"], function["arguments"]))
+            calls.append(Call(function["name"], function["arguments"], call.get("id")))
         messages, errors = self.tools.answer(calls)
         unread = message.get("unread_calls", [])
         for error in unread:

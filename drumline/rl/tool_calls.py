@@ -37,6 +37,8 @@ class Call(NamedTuple):
 
     name: str
     arguments: dict[str, Any]
+    # What its result is to be labelled with, if the model has written it (Mistral's do).
+    identifier: str | None = None
 
 
 class ParsedTurn(NamedTuple):
@@ -75,11 +77,11 @@ def parse_turn(text: str, call_format: str) -> ParsedTurn:
 
 def _parse_hermes(text: str) -> ParsedTurn:
     """Parse calls in tags. What a model thinks of calling is no call."""
-    thought, end_of_thought, said = text.rpartition(_END_OF_THOUGHT)
+    thought, end_of_thought, answer = text.rpartition(_END_OF_THOUGHT)
     turn = ParsedTurn("", [], [])
-    for match in _HERMES.finditer(said):
+    for match in _HERMES.finditer(answer):
         _add_json(turn, match[1])
-    content, _, _ = said.partition("<tool_call>")
+    content, _, _ = answer.partition("<tool_call>")
     return turn._replace(content=thought + end_of_thought + content.rstrip())
 
 
@@ -163,14 +165,18 @@ def _add_value(turn: ParsedTurn, value: Any, text: str) -> None:
     """Add a call that was read as JSON to a turn. `text`: where it was read, for an error."""
     name = None
     arguments = None
+    identifier = None
     if isinstance(value, dict):
         name = value.get("name")
+        identifier = value.get("id")
         arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         # OpenAI's format has the arguments as JSON in a text.
         arguments = _parse_or_none(arguments)
+    if not isinstance(identifier, str):
+        identifier = None
     if isinstance(name, str) and name and isinstance(arguments, dict):
-        turn.calls.append(Call(name, arguments))
+        turn.calls.append(Call(name, arguments, identifier))
     else:
         turn.errors.append(f"this call has no name or no arguments: {_shorten(text)}")
 

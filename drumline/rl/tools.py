@@ -75,7 +75,10 @@ class ToolBox:
         for call in calls:
             content, has_failed = self._run(call)
             errors += has_failed
-            messages.append({"role": "tool", "name": call.name, "content": content})
+            message = {"role": "tool", "name": call.name, "content": content}
+            if call.identifier is not None:
+                message["tool_call_id"] = call.identifier
+            messages.append(message)
         return messages, errors
 
     def _run(self, call: Call) -> tuple[str, bool]:

@@ -22,7 +22,7 @@ from drumline.data.sources import Row
 from drumline.data.targets import Encoder
 from drumline.data.turns import Messages
 from drumline.errors import ConfigError, DataError
-from drumline.rl.tool_calls import find_format, parse_turn
+from drumline.rl.tool_calls import Call, find_format, parse_turn
 
 # What a conversation is called in errors of its template.
 ORIGIN = "the environment's messages"
@@ -106,8 +106,7 @@ class ChatTurns:
             content = content.replace(token, "")
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if turn.calls:
-            calls = [(call.name, call.arguments) for call in turn.calls]
-            message["tool_calls"] = _call_entries(calls)
+            message["tool_calls"] = _call_entries(turn.calls)
         if turn.errors:
             message["unread_calls"] = turn.errors
         return ModelTurn(message, content)
@@ -129,12 +128,9 @@ class ChatTurns:
         Raises DataError if the template refuses the messages, or does not render them behind an
         answer.
         """
-        calls = []
-        for message in messages:
-            if message["role"] == "tool":
-                calls.append((message.get("name", "tool"), {"argument": _ANSWER}))
-        if calls:
-            text = self._after_calls(messages, calls)
+        has_results = any(message["role"] == "tool" for message in messages)
+        if has_results:
+            text = self._after_calls(messages)
         else:
             text = self._after_answer(messages)
         ids: list[int] = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -151,19 +147,24 @@ class ChatTurns:
             raise _unfit("the template does not show the answer before them")
         return after
 
-    def _after_calls(self, messages: Messages, calls: list[tuple[str, dict[str, Any]]]) -> str:
-        """Return what the template writes from the token on that ends an answer of `calls`."""
-        entries = _call_entries(calls)
-        numbered = []
-        number = 0
+    def _after_calls(self, messages: Messages) -> str:
+        """Return what the template writes from the token on that ends an answer of calls.
+
+        The answer has a call for each result among the messages.
+        """
+        calls: list[Call] = []
+        labelled = []
         for message in messages:
             if message["role"] == "tool":
-                message = {**message, "tool_call_id": entries[number]["id"]}
-                number += 1
-            numbered.append(message)
+                identifier = message.get("tool_call_id", _CALL_ID.format(len(calls)))
+                name = message.get("name", "tool")
+                calls.append(Call(name, {"argument": _ANSWER}, identifier))
+                message = {**message, "tool_call_id": identifier}
+            labelled.append(message)
+        entries = _call_entries(calls)
         answer = {"role": "assistant", "content": "", "tool_calls": entries}
         head = self._render([_QUESTION, answer], to_answer=False)
-        text = self._render([_QUESTION, answer, *numbered], to_answer=True)
+        text = self._render([_QUESTION, answer, *labelled], to_answer=True)
         # Only what stands behind the call's last argument is compared: before a call that is the last
         # turn, some templates write reasoning.
         _, found, end_of_head = head.rpartition(_ANSWER)
@@ -223,12 +224,16 @@ def _template_text(tokenizer: Any) -> str:
     return template or ""
 
 
-def _call_entries(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return calls (name, arguments) as `tool_calls` of a message."""
+def _call_entries(calls: Sequence[Call]) -> list[dict[str, Any]]:
+    """Return calls as `tool_calls` of a message."""
     entries = []
-    for number, (name, arguments) in enumerate(calls):
-        function = {"name": name, "arguments": arguments}
-        entries.append({"id": _CALL_ID.format(number), "type": "function", "function": function})
+    for number, call in enumerate(calls):
+        entry = {
+            "id": call.identifier or _CALL_ID.format(number),
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        entries.append(entry)
     return entries
 
 

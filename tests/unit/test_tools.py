@@ -49,6 +49,12 @@ GPT_OSS = (
             " Well.",
             [ADD],
         ),
+        (
+            "mistral",
+            '[TOOL_CALLS] [{"name": "now", "arguments": {}, "id": "abcdefghi"}]',
+            "",
+            [Call("now", {}, "abcdefghi")],
+        ),
         ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1, "b": [2]}', "", [ADD]),
         ("gpt-oss", f"{GPT_OSS}<|call|>", "", [ADD]),
         ("gpt-oss", GPT_OSS, "", [ADD]),
@@ -181,6 +187,12 @@ def test_a_call_gets_its_result_or_its_error(call: Call, content: str) -> None:
     messages, errors = tools.answer([call])
     assert messages == [{"role": "tool", "name": call.name, "content": content}]
     assert errors == content.startswith("error")
+
+
+def test_a_result_has_the_label_of_its_call() -> None:
+    tools = ToolBox([make_tool(add, "here")])
+    (message,), _ = tools.answer([ADD._replace(identifier="abcdefghi")])
+    assert message["tool_call_id"] == "abcdefghi"
 
 
 @pytest.mark.parametrize(
