@@ -4,24 +4,31 @@ environment; only the former are learned."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from drumline.algorithms.credit import gae, place_at_last_token
+from drumline.config import rollouts as configs
 from drumline.config.data import DataConfig
 from drumline.config.load import load_values
 from drumline.data.batches import IGNORE, Episodes, collate_episodes
 from drumline.data.encode import ROW_PROMPT
 from drumline.errors import ConfigError
 from drumline.models.templates import read_template
+from drumline.rl.continuous import ContinuousGenerator
 from drumline.rl.conversations import Conversation, Conversations, Start, row_for_environment
 from drumline.rl.environments import Reply
-from drumline.rl.generate import Completion, Request
+from drumline.rl.generate import Completion, HFGenerator, Request
 from drumline.rl.turns import ChatTurns
-from tests.tiny import tiny_tokenizer
+from drumline.rl.vllm import RemoteVLLM
+from tests.tiny import tiny_model_dir, tiny_tokenizer
+from tests.vllm_stub import StubServer
 
 DATA = DataConfig.model_validate({"train": [{"kind": "digits"}]})
 MORE_SPECIAL = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -277,6 +284,46 @@ def test_calls_reach_the_environment() -> None:
     assert heard["tool_calls"][0]["function"]["name"] == "add"
     assert (episode.tool_calls, episode.tool_errors, episode.reward) == (2, 1, None)
     assert episode.answer == "3"
+
+
+@pytest.mark.slow
+@pytest.mark.claim("all generators play episodes of several turns, by token ids")
+def test_all_generators_play_the_same_episodes(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    # Untied, as the server's own model is.
+    served = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    chat = chat_turns(read_template("chatml"), reads_calls=False)
+    options = {"max_new_tokens": 8, "stop": tuple("aeiou")}
+    played: list[list[Completion]] = []
+    with StubServer(served) as server:
+        url = {"url": server.url, "weights": "none"}
+        generators: list[Any] = [
+            HFGenerator(configs.HFGenerator(**options), model, tiny_tokenizer(), 5),
+            ContinuousGenerator(configs.ContinuousGenerator(**options), model, tiny_tokenizer(), 5),
+            RemoteVLLM(configs.VLLMGenerator(**url, **options), tiny_tokenizer(), 5),
+        ]
+        for generator in generators:
+            sample = partial(sample_by, generator)
+            environments: Any = Scripted([GO_ON, GO_ON, GO_ON])
+            conversations = Conversations(
+                sample, sample, environments, chat, 5, 3, 8, max_tokens=256, max_length=512
+            )
+            starts = [Start(Request([7], (index, 0)), {}) for index in range(12)]
+            played.append(conversations.play(starts, step=1, greedily=False))
+    expected = played[0]
+    assert {episode.turns for episode in expected if isinstance(episode, Conversation)} == {1, 2, 3}
+    for others in played[1:]:
+        for mine, theirs in zip(others, expected, strict=True):
+            assert mine.tokens == theirs.tokens
+            assert mine.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
+
+
+def sample_by(
+    generator: Any, requests: list[Request], step: int, greedily: bool
+) -> list[Completion]:
+    completions: list[Completion] = generator.generate(requests, step)
+    return completions
 
 
 def test_targets_are_the_sampled_tokens() -> None:
