@@ -24,6 +24,9 @@ from drumline.rl.environments import Environments, Reply
 from drumline.rl.generate import Completion, Request, rank_and_world_size
 from drumline.rl.turns import ChatTurns
 
+# The most environments of a rank at the same time. Each is a process with a socket.
+MOST_OF_RANK = 256
+
 
 @dataclass(frozen=True)
 class Conversation(Completion):
@@ -124,7 +127,7 @@ class Conversations:
     Collective: each rank calls the same methods in the same order.
     """
 
-    # Samples the first turns, by the current weights, and the later ones, by the same weights.
+    # Samples by the current weights, which are handed over once, and again by the same weights.
     # Arguments: requests, step, whether greedily. Collective.
     sample: Callable[[list[Request], int, bool], list[Completion]]
     sample_again: Callable[[list[Request], int, bool], list[Completion]]
@@ -137,6 +140,8 @@ class Conversations:
     max_tokens: int
     # The most tokens of an episode with its prompt.
     max_length: int
+    # Whether `sample` was called since `play` began.
+    _has_current_weights: bool = field(default=False, init=False)
 
     def play(self, starts: Sequence[Start], step: int, greedily: bool) -> list[Completion]:
         """Return an episode for each start, in their order, the same on every rank. Collective.
@@ -147,6 +152,19 @@ class Conversations:
             greedily: Whether the model decodes greedily. Environments then have the same random
                 numbers at each step.
         """
+        self._has_current_weights = False
+        _, ranks = rank_and_world_size()
+        size = MOST_OF_RANK * ranks
+        played: list[Completion] = []
+        for first in range(0, len(starts), size):
+            played += self._play_together(starts[first : first + size], step, greedily)
+        self.chat.forget_prompts()
+        return played
+
+    def _play_together(
+        self, starts: Sequence[Start], step: int, greedily: bool
+    ) -> list[Conversation]:
+        """Return an episode for each start, all of which go on at the same time. Collective."""
         environment_step = step
         if greedily:
             environment_step = 0
@@ -161,7 +179,6 @@ class Conversations:
                 self._step(episodes, active, environment_step, turn)
         finally:
             self.environments.end(range(len(episodes)))
-            self.chat.forget_prompts()
         return [episode.result() for episode in episodes]
 
     def close(self) -> None:
@@ -214,10 +231,11 @@ class Conversations:
             episode = episodes[number]
             key = (*episode.start.request.key, turn)
             requests.append(Request(episode.prompt + episode.tokens, key))
-        if turn == 0:
-            completions = self.sample(requests, step, greedily)
-        else:
+        if self._has_current_weights:
             completions = self.sample_again(requests, step, greedily)
+        else:
+            completions = self.sample(requests, step, greedily)
+            self._has_current_weights = True
         for number, completion in zip(active, completions, strict=True):
             episode = episodes[number]
             episode.append(completion.tokens, completion.log_probs, sampled=True)

@@ -276,6 +276,15 @@ def test_a_group_begins_alike_and_goes_on_by_itself() -> None:
     assert len(set(stepped.values())) == 4
 
 
+def test_many_episodes_are_played_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drumline.rl.conversations.MOST_OF_RANK", 2)
+    environments = Scripted([DONE])
+    answers = Answers(["one<|im_end|>"] * 2)
+    episodes = play(answers, environments, number=3)
+    assert [len(requests) for requests in answers.asked] == [2, 1]
+    assert [episode.reward for episode in episodes] == [1.0] * 3
+
+
 def test_calls_reach_the_environment() -> None:
     environments = Scripted([Reply(TOOL_RESULT, tool_calls=2, tool_errors=1), Reply(done=True)])
     answers = Answers([f"{CALL}<|im_end|>", "3<|im_end|>"])
