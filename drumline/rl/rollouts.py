@@ -8,7 +8,9 @@ that samples, `rewards` scores, and `reading` runs the policy, the reference and
 episodes.
 
 Terms: a *sample* is a completion of a prompt with its reward; a *group* the samples of one draw of a
-prompt; an *episode* a sample as a row of `Episodes`, the tensors that the objective reads.
+prompt; an *episode* a sample as a row of `Episodes`, the tensors that the objective reads. With an
+environment (`conversations`) a completion is all that follows the prompt: the turns of the model, which
+are learned, and those of the environment between them.
 
 Every rank knows the whole rollout, which is small. So advantages are computed over the global
 rollout, and it does not matter which rank trains on which episode. A rollout depends only on the
