@@ -60,8 +60,11 @@ def calculate(expression: str) -> str:
 
 def evaluate(node: ast.AST) -> int | float:
     """Return the value of a part of an expression. Raises ValueError for anything but arithmetic."""
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return node.value
+    if isinstance(node, ast.Constant):
+        value = node.value
+        # True and False are integers, too.
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value
     if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
         return OPERATORS[type(node.op)](evaluate(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
