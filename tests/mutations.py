@@ -58,6 +58,11 @@ MUTATIONS = [
         ("tests/unit/test_data_packing.py::test_collate_shifts_within_segments_and_restarts_positions",),
     ),
     Mutation(
+        "what an environment says is learned", "data/batches.py",
+        "learn[len(prompt) :] = episodes.mask_NM[pick, : len(completion)].numpy()", "learn[len(prompt) :] = 1",
+        ("tests/unit/test_conversations.py::test_targets_are_the_sampled_tokens",),
+    ),
+    Mutation(
         "a document sees the one before", "data/batches.py",
         "positions[index, start:] = np.arange(width - start)", "positions[index, start:] = start + np.arange(width - start)",
         ("tests/unit/test_data_packing.py::test_collate_shifts_within_segments_and_restarts_positions",),
@@ -112,7 +117,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a value goes on behind the end of a completion", "algorithms/credit.py",
-        "next_value_N = torch.where(mask_N, value_N, 0.0)", "next_value_N = value_N",
+        "next_value_N = torch.where(mask_N, value_N, next_value_N)", "next_value_N = value_N",
         ("tests/unit/test_ppo.py::test_gae_is_the_sum_of_discounted_errors",),
     ),
     Mutation(

@@ -21,6 +21,7 @@ TASKS = (
     "dpo",
     "distill",
     "grpo",
+    "grpo_tools",
     "vision_language",
     "embedding_model",
     "recipes",

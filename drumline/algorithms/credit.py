@@ -126,7 +126,8 @@ def gae(
     Args:
         rewards_NM: The reward of each token.
         values_NM: V of the state before each token.
-        mask_NM: bool, True for the tokens of a completion, which stand from the left.
+        mask_NM: bool, True for the tokens that the policy has sampled. Tokens of an environment
+            between them are passed over, as if they were not there.
         gamma: The discount γ per token.
         lam: λ; with 0 the estimate has the least variance and the most bias, with 1 the reverse.
     """
@@ -141,9 +142,9 @@ def gae(
         delta_N = rewards_NM[:, t] + gamma * next_value_N - value_N
         advantage_N = delta_N + gamma * lam * next_advantage_N
         # After the end of a completion both stay 0, so the state after its last token has V = A = 0.
-        next_advantage_N = torch.where(mask_N, advantage_N, 0.0)
-        next_value_N = torch.where(mask_N, value_N, 0.0)
-        advantages_NM[:, t] = next_advantage_N
+        next_advantage_N = torch.where(mask_N, advantage_N, next_advantage_N)
+        next_value_N = torch.where(mask_N, value_N, next_value_N)
+        advantages_NM[:, t] = torch.where(mask_N, advantage_N, 0.0)
     returns_NM = advantages_NM + values_NM
     return advantages_NM, torch.where(mask_NM, returns_NM, 0.0)
 
@@ -163,15 +164,15 @@ def whiten(values_NM: torch.Tensor, mask_NM: torch.Tensor) -> torch.Tensor:
 
 
 def place_at_last_token(scores_N: torch.Tensor, mask_NM: torch.Tensor) -> torch.Tensor:
-    """Return each episode's score at its last token, 0 elsewhere: fp32[N, M].
+    """Return each episode's score at the last token that was sampled, 0 elsewhere: fp32[N, M].
 
     The score of an episode without tokens is left out.
-    `mask_NM`: bool, True for the tokens of a completion, which stand from the left.
+    `mask_NM`: bool, True for the tokens that were sampled.
     """
-    lengths_N = mask_NM.sum(1)
-    # An empty episode would have the index −1; a 0 is written at index 0 instead.
-    last_N = (lengths_N - 1).clamp(min=0)
-    kept_scores_N = torch.where(lengths_N > 0, scores_N, 0.0)
+    columns_M = torch.arange(mask_NM.shape[1], device=mask_NM.device)
+    # For an episode without tokens a 0 is written at index 0.
+    last_N = (columns_M * mask_NM).amax(1)
+    kept_scores_N = torch.where(mask_NM.any(1), scores_N, 0.0)
     scores_NM = torch.zeros(mask_NM.shape, dtype=scores_N.dtype, device=scores_N.device)
     return scores_NM.scatter_(1, last_N[:, None], kept_scores_N[:, None])
 

@@ -219,7 +219,8 @@ class PromptSpec(RolloutSpec):
         from drumline.data.encode import PromptRowEncoder
 
         if vision is None:
-            return PromptRowEncoder(tokenizer, self.new_tokens, data)
+            keeps_row = self.environment is not None
+            return PromptRowEncoder(tokenizer, self.new_tokens, data, keeps_row)
         from drumline.data.image_rows import VisionPromptEncoder
 
         return VisionPromptEncoder(tokenizer, self.new_tokens, data, vision)

@@ -30,6 +30,7 @@ from drumline.config.optimizer import OptimizerConfig
 from drumline.config.registry import Registered, Spec
 from drumline.config.rollouts import (
     CurriculumConfig,
+    Environment,
     Generator,
     HFGenerator,
     KLConfig,
@@ -459,6 +460,10 @@ class RolloutSpec(ChunkedSpec):
     generator: Generator = Field(
         default_factory=HFGenerator, description="What samples the completions."
     )
+    environment: Environment | None = Field(
+        None,
+        description="What answers the model's turns, in processes of its own; null: an episode is one completion.",
+    )
     epochs: int = Field(1, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
     minibatches: int = Field(
         1,
@@ -480,6 +485,38 @@ class RolloutSpec(ChunkedSpec):
         0.0, description="Taken off the reward of a completion that was cut before its end."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rewarded_by_environment(cls, values: Any) -> Any:
+        """Take the rewards of a class as environment if no others are given."""
+        if not isinstance(values, dict) or "rewards" in values:
+            return values
+        environment = values.get("environment")
+        if isinstance(environment, dict) and environment.get("kind") == "class":
+            return {**values, "rewards": [{"kind": "environment"}]}
+        return values
+
+    @model_validator(mode="after")
+    def _fits_environment(self) -> RolloutSpec:
+        """Refuse a turn that no episode has room for, and rewards that no environment gives."""
+        environment = self.environment
+        if environment is not None and environment.max_tokens < self.generator.max_new_tokens:
+            raise ValueError(
+                f"environment.max_tokens {environment.max_tokens} has no room for a turn of"
+                f" generator.max_new_tokens {self.generator.max_new_tokens}"
+            )
+        if environment is not None and self.lookahead:
+            raise ValueError(
+                "ahead samples while this rollout is learned from, and all ranks meet after each turn of an environment: leave one out"
+            )
+        gives_rewards = environment is not None and environment.kind == "class"
+        asks_for_rewards = any(reward.kind == "environment" for reward in self.rewards)
+        if asks_for_rewards and not gives_rewards:
+            raise ValueError(
+                "a reward of kind environment needs `environment: {kind: class}`, which gives rewards"
+            )
+        return self
+
     @property
     def forms(self) -> Forms:
         return PROMPT_FORMS
@@ -490,7 +527,22 @@ class RolloutSpec(ChunkedSpec):
 
     @property
     def new_tokens(self) -> int:
+        if self.environment is not None:
+            return self.environment.max_tokens
         return self.generator.max_new_tokens
+
+    @property
+    def turns(self) -> int:
+        """The most turns of the model in an episode."""
+        if self.environment is not None:
+            return self.environment.turns
+        return 1
+
+    def cache_parts(self) -> dict[str, Any]:
+        if self.environment is not None:
+            # Only then a prompt is cached as the row has it, too.
+            return {"keeps_row": True}
+        return {}
 
     @property
     def batch_multiple(self) -> int:

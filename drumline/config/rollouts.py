@@ -108,8 +108,20 @@ class ModelReward(_Reward):
     )
 
 
+class EnvironmentReward(_Reward):
+    """The sum of the rewards that `algorithm.environment` gave during the episode."""
+
+    kind: Literal["environment"] = "environment"
+
+
 Reward = Annotated[
-    FunctionReward | TaskReward | MathReward | RegexReward | LengthReward | ModelReward,
+    FunctionReward
+    | TaskReward
+    | MathReward
+    | RegexReward
+    | LengthReward
+    | ModelReward
+    | EnvironmentReward,
     Field(discriminator="kind"),
     KIND_ALONE,
 ]
@@ -197,6 +209,45 @@ class VLLMGenerator(_Generator):
 Generator = Annotated[
     HFGenerator | ContinuousGenerator | VLLMGenerator, Field(discriminator="kind"), KIND_ALONE
 ]
+
+
+class _Environment(Section):
+    turns: int = Field(8, gt=0, le=10**4, description="Most turns of the model in an episode.")
+    max_tokens: Count = Field(
+        description="Most tokens of an episode behind its prompt, those of the model and of the environment together. The model gets"
+        " another turn only if generator.max_new_tokens still fit.",
+    )
+    timeout_seconds: Seconds = Field(
+        10.0,
+        description="A call of the environment that takes longer costs its episode: it gets no reward, and is counted.",
+    )
+
+
+class ClassEnvironment(_Environment):
+    """A class of your own that answers the model's turns."""
+
+    kind: Literal["class"] = "class"
+    path: PathText = Field(
+        description="`module:Class` or `file.py:Class` (relative to the YAML). An object of it is one episode: `reset(row)` returns"
+        " the messages before the model's first turn, `step(message)` returns (messages, reward or None, done)."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of the class."
+    )
+
+
+class ToolsEnvironment(_Environment):
+    """Python functions that the model may call; an episode ends with a turn without a call."""
+
+    kind: Literal["tools"] = "tools"
+    functions: tuple[PathText, ...] = Field(
+        min_length=1,
+        description="Each `module:function` or `file.py:function` (relative to the YAML). The types of its parameters and its docstring"
+        " become the JSON schema that the chat template shows the model.",
+    )
+
+
+Environment = Annotated[ClassEnvironment | ToolsEnvironment, Field(discriminator="kind")]
 
 
 class KLConfig(Section):
@@ -313,11 +364,9 @@ class RewardFailureConfig(Section):
 def require_room(new: int, max_length: int) -> None:
     """Raise DataError if completions of `new` tokens leave no room in a row for a prompt."""
     if new >= max_length:
-        what = (
-            f"data.max_length {max_length} leaves no room for a prompt before max_new_tokens {new}"
-        )
+        what = f"data.max_length {max_length} leaves no room for a prompt before {new} new tokens"
         raise DataError(
             what,
             where="data.max_length",
-            fix="raise it, or lower algorithm.generator.max_new_tokens",
+            fix="raise it, or lower algorithm.generator.max_new_tokens (with an environment: its max_tokens)",
         )

@@ -657,7 +657,8 @@ class Episodes:
     Attributes:
         prompts: the tokens of each prompt.
         completions: the tokens of each completion.
-        mask_NM: bool, true for the tokens of the completions.
+        mask_NM: bool, true for the tokens of the completions that the policy has sampled. Between
+            them may be those of an environment.
         log_probs_NM: log-probabilities of the tokens under the policy that sampled them, computed
             by the engine.
         sampler_log_probs_NM: the same log-probabilities, computed by the generator.
@@ -692,6 +693,7 @@ class Episodes:
         completions: Sequence[TokenIds],
         ended: Sequence[bool] | None = None,
         images: Sequence[PromptImageMeta] | None = None,
+        sampled: Sequence[Sequence[bool]] | None = None,
     ) -> Episodes:
         """Return episodes of which only the tokens are known; their numbers are 0.
 
@@ -700,6 +702,7 @@ class Episodes:
             completions: tokens, perhaps none.
             ended: whether each completion was not cut before its end; None: all were not.
             images: the images of each prompt; None: no prompt has any.
+            sampled: whether the policy has sampled each token of each completion; None: all.
         """
         assert len(prompts) == len(completions) and all(len(prompt) for prompt in prompts)
         count = len(completions)
@@ -710,6 +713,8 @@ class Episodes:
         longest = max(1, int(lengths_N.max()))
         columns_M = torch.arange(longest)
         mask_NM = columns_M < lengths_N[:, None]
+        for row, flags in enumerate(sampled or []):
+            mask_NM[row, : len(flags)] = torch.tensor(flags, dtype=torch.bool)
         zeros = {name: torch.zeros(mask_NM.shape) for name in _EPISODE_FIELDS.values()}
         return cls(
             list(prompts),
@@ -837,16 +842,13 @@ def episode_rows(episodes: Episodes, picks: Sequence[int]) -> list[Sequence[Segm
         if pick < 0:
             rows.append(None)
         else:
-            parts = Parts(episodes.prompts[pick], episodes.completions[pick])
-            rows.append([_learned_completion(parts)])
+            prompt = episodes.prompts[pick]
+            completion = episodes.completions[pick]
+            # The targets are the tokens that the policy has sampled.
+            learn = np.zeros(len(prompt) + len(completion), np.uint8)
+            learn[len(prompt) :] = episodes.mask_NM[pick, : len(completion)].numpy()
+            rows.append([(np.concatenate([prompt, completion]), learn)])
     return rows
-
-
-def _learned_completion(parts: Parts) -> Segment:
-    """Return a prompt and its completion as a segment whose targets are the completion."""
-    tokens = np.concatenate(parts)
-    learn = np.arange(len(tokens)) >= len(parts.prompt)
-    return tokens, learn.astype(np.uint8)
 
 
 def placeholder_episodes(rows: int, length: int) -> EpisodeBatch:

@@ -36,6 +36,8 @@ MOST_NAMES = 10  # classes that a message lists
 # The meta of a prompt uses the keys `prompt` and `domain` itself. If the row has columns with these
 # names, the meta has them under this key.
 OWN_COLUMNS = "own columns"
+# The key under which the meta of a prompt has the prompt as the row has it, for environments.
+ROW_PROMPT = "row prompt"
 
 
 class RowEncoder(Protocol):
@@ -105,12 +107,22 @@ class PromptRowEncoder:
     the header of the answer.
     """
 
-    def __init__(self, tokenizer: Any, new_tokens: int, data: DataConfig) -> None:
-        """Store the settings. `new_tokens`: max_new_tokens."""
+    def __init__(
+        self, tokenizer: Any, new_tokens: int, data: DataConfig, keeps_row: bool = False
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            tokenizer: A tokenizer of transformers.
+            new_tokens: The most tokens that are written behind a prompt.
+            data: The settings of `data`.
+            keeps_row: Whether the meta also has the prompt as the row has it, under `ROW_PROMPT`.
+        """
         self.encoder = Encoder(tokenizer, everything=False, data=data)
         self.truncation = data.truncation
         self.new_tokens = new_tokens
         self.room = data.max_length - new_tokens
+        self.keeps_row = keeps_row
 
     def encode(self, row: Row) -> EncodedSample | None:
         """Return a prompt, see `RowEncoder.encode`."""
@@ -120,6 +132,9 @@ class PromptRowEncoder:
         if tokens is None:
             return None
         meta = prompt_meta(row, text, {})
+        if self.keeps_row:
+            content = row.values.get("prompt", row.values.get("messages"))
+            meta[ROW_PROMPT] = json_round_trip(content)
         return EncodedSample([without_targets(tokens)], meta, truncated=len(tokens) < len(ids))
 
     def cut(self, ids: list[int], row: Row) -> list[int] | None:

@@ -13,7 +13,7 @@ from drumline.config.mixing import epoch_counts
 from drumline.config.rollouts import require_room
 from drumline.data.blocks import has_first_block, make_first_block, read_ledger
 from drumline.data.cache import TokenCache, cache_root, describe_left_out, read_info, verify
-from drumline.data.encode import OWN_COLUMNS
+from drumline.data.encode import OWN_COLUMNS, ROW_PROMPT
 from drumline.data.fingerprint import cache_key, hash_files, identify
 from drumline.data.images import has_changed_videos, lacks_images
 from drumline.data.make import CacheBuild, Progress, make
@@ -286,7 +286,7 @@ def prompt_columns(data: DataPlan) -> set[str]:
             else:
                 columns.intersection_update(meta)
     assert columns is not None, "a cache has samples"
-    return columns - {OWN_COLUMNS}
+    return columns - {OWN_COLUMNS, ROW_PROMPT}
 
 
 def _metas(cache: TokenCache) -> Iterator[dict[str, Any]]:

@@ -209,6 +209,25 @@ class Encoder:
         _, text = self._render_whole(messages, row, add_generation_prompt=True)
         return text, Tokens(self.tokenizer, text).ids
 
+    def render(self, messages: Messages, tools: list[dict[str, Any]], origin: str) -> str:
+        """Return a conversation as the template's text, without the header of an answer.
+
+        Args:
+            messages: the messages.
+            tools: JSON schemas of the tools that the template shows; perhaps none.
+            origin: the conversation's name in an error.
+
+        Raises DataError if the template refuses the conversation.
+        """
+        text: str = self._render(messages, Row(origin, {"tools": tools or None}))
+        return text
+
+    def render_to_answer(self, messages: Messages, tools: list[dict[str, Any]], origin: str) -> str:
+        """Return a conversation as `render` does, with the header of the next answer at its end."""
+        row = Row(origin, {"tools": tools or None})
+        text: str = self._render(messages, row, add_generation_prompt=True)
+        return text
+
     def require_template(
         self, what: str, row: Row, fix: str = "set model.chat_template to a Jinja file"
     ) -> None:

@@ -203,6 +203,13 @@ def _rollouts_of_images(config: Config) -> Iterator[Refusal]:
             "use generator=hf",
             "algorithm.generator",
         )
+    if rollout.environment is not None:
+        yield Refusal(
+            "images × an environment",
+            "its messages are appended as tokens of text, and those of images would have no features",
+            "take algorithm.environment out, or name a model of text",
+            "algorithm.environment",
+        )
 
 
 def _other_models_of_images(case: Case) -> Iterator[Refusal]:
@@ -365,6 +372,13 @@ def _evaluation_texts(case: Case, has_held_out_rows: bool) -> Iterator[Refusal]:
             "prompts are held-out rows",
             "set data.eval or data.holdout",
             key,
+        )
+    if rollout is not None and rollout.environment is not None and options.samples:
+        yield Refusal(
+            "eval.samples × an environment",
+            "a sample is one answer to a row, and the environment decides what the model reads",
+            "take eval.samples out: the evaluation plays whole episodes, and the report shows those of rollouts",
+            "eval.samples",
         )
     if rollout is not None and options.max_new_tokens is not None:
         yield Refusal(

@@ -6,6 +6,7 @@ lists them with their titles. templates/details.html.jinja makes HTML of what is
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -643,10 +644,37 @@ def _episode_card(episode: Episode) -> Card:
         length += ", cut at the most tokens"
     domain = values.get("domain")
     head = f"{worth} · {step} · {domain} · {length}"
-    prompt = ("prompt", values.get("prompt"))
-    completion = ("completion", values.get("text"))
-    texts = _message_texts([prompt, completion])
+    turns = _dictionaries(values.get("messages"))
+    if turns:
+        texts = _turn_texts(turns, values.get("failure"))
+    else:
+        prompt = ("prompt", values.get("prompt"))
+        completion = ("completion", values.get("text"))
+        texts = _message_texts([prompt, completion])
     return Card([(head, None), *texts], filter_key)
+
+
+def _turn_texts(turns: list[dict[str, Any]], failure: Any) -> list[tuple[str, str | None]]:
+    """Return the turns of an episode with an environment, each with who speaks.
+
+    `failure`: why the environment failed; None if it did not.
+    """
+    texts: list[tuple[str, str | None]] = []
+    for turn in turns:
+        lines = []
+        if turn.get("content"):
+            lines.append(str(turn["content"]))
+        for call in _dictionaries(turn.get("tool_calls")):
+            function = as_mapping(call.get("function"))
+            arguments = json.dumps(function.get("arguments"), ensure_ascii=False)
+            lines.append(f"calls {function.get('name')} {arguments}")
+        speaker = str(turn.get("role"))
+        if turn.get("name"):
+            speaker = f"{speaker} {turn['name']}"
+        texts.append((speaker, "\n".join(lines)))
+    if failure is not None:
+        texts.append(("the environment failed", str(failure)))
+    return texts
 
 
 def _dictionaries(value: Any) -> list[dict[str, Any]]:

@@ -870,6 +870,7 @@ def _rollout_line(event: events.Rollout) -> str:
         parts.append(f"groups without a difference {alike:.0%}")
     parts.append(f"length {event.length:.1f}")
     parts.append(f"ended {event.ended:.0%}")
+    parts += _conversation_parts(event)
     if event.sampler_gap is not None:
         parts.append(f"sampler off by {event.sampler_gap:.2g} nats")
     parts.append(_rollout_seconds(event))
@@ -879,6 +880,19 @@ def _rollout_line(event: events.Rollout) -> str:
     if event.trained is False:
         head += " (not trained on)"
     return f"{head}: {numbers}"
+
+
+def _conversation_parts(event: events.Rollout) -> list[str]:
+    """Return the mean turns and calls of tools of episodes with an environment; empty without one."""
+    turns = event.metrics.get("turns")
+    if turns is None:
+        return []
+    parts = [f"turns {turns:.1f}"]
+    calls = event.metrics.get("tool_calls")
+    errors = event.metrics.get("tool_errors")
+    if calls:
+        parts.append(f"tool calls {calls:.1f} ({errors:.1f} failed)")
+    return parts
 
 
 def _rewards_of_domains(event: events.Rollout) -> list[str]:

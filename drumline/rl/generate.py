@@ -98,6 +98,11 @@ class Completion:
     # Whether it ends with an end token or a stop text; False if it was cut at max_new_tokens.
     ended: bool
 
+    @property
+    def length(self) -> int:
+        """The number of tokens that were sampled."""
+        return len(self.tokens)
+
 
 def request_seed(seed: int, step: int, key: tuple[int, ...]) -> int:
     """Return the seed of a request's random numbers, an integer of 63 bits."""

@@ -1,6 +1,9 @@
-"""The process between a rank and its rewards: `python -m drumline.rl.guard PARENT FD`.
+"""The process between a rank and its rewards: `python -m drumline.rl.guard PARENT FD WORKER`.
 
     rank ── guard ── rewards ── whatever a reward starts
+
+WORKER is the module whose `main` serves the socket FD: `drumline.rl.reward_worker`, or
+`drumline.rl.environment_worker` for environments, of which the same holds as of rewards.
 
 It kills the processes that the rewards leave behind, and runs no code of the user's. On Linux it is a
 subreaper: a daemon whose parents have ended becomes its child. So the daemon is found and killed,
@@ -9,6 +12,7 @@ however the rewards and the rank end. On other systems only processes whose pare
 
 from __future__ import annotations
 
+import importlib
 import os
 import resource
 import signal
@@ -24,15 +28,14 @@ def main() -> None:
     """Run the rewards as a child, kill what they leave behind, and exit with their exit code or signal."""
     parent = int(sys.argv[1])
     fd = int(sys.argv[2])
+    worker = sys.argv[3]
     signal.signal(signal.SIGTERM, _exit_on_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     adopt_orphans()
     die_with_parent(parent, signal.SIGTERM)
     child = fork()
     if child == 0:
-        from drumline.rl.reward_worker import main as serve
-
-        serve(fd)
+        importlib.import_module(worker).main(fd)
         sys.exit(0)
     os.close(fd)
     try:

@@ -109,7 +109,7 @@ def _answer(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def scorer(reward: Reward, base_dir: Path, where: str, columns: list[str] | None = None) -> Scorer:
-    """Return the function that computes a reward of any kind but length and model.
+    """Return the function that computes a reward of any kind but length, model and environment.
 
     Args:
         reward: The section of the config.

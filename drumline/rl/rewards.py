@@ -24,10 +24,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from drumline import errors
 from drumline.config.rollouts import (
+    EnvironmentReward,
     FunctionReward,
     LengthReward,
     MathReward,
@@ -59,6 +60,8 @@ END_SECONDS = 10.0
 EXIT_SECONDS = 1.0
 NOT_ITS_OWN = "wrote on a file descriptor that is not its own, or closed it"
 WHERE = "algorithm.rewards"
+# The name under which failures of environments are counted beside those of rewards.
+ENVIRONMENT = "environment"
 
 
 class RewardResult(NamedTuple):
@@ -81,6 +84,10 @@ class EpisodeText:
     # The other columns of the prompt's row. A prompt of a reasoning-gym task has `task` (its name),
     # `options` (of the task) and `entry` (question, answer, metadata).
     meta: dict[str, Any] = field(default_factory=dict)
+    # The sum of the rewards of the episode's environment; NaN if it gave none.
+    environment_reward: float = math.nan
+    # Why the environment failed, so that the episode has no reward; None if it did not.
+    failure: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ class EpisodeScore:
     value: float
     # Reward name → value without its weight, NaN if it failed or does not apply.
     parts: dict[str, float]
-    # Reward name → short reason.
+    # Reward name → short reason; under ENVIRONMENT that of an environment.
     failures: dict[str, str]
     # Whether any reward applies to the episode.
     applies: bool = True
@@ -205,7 +212,7 @@ class Rewards:
         # Rewards that the processes compute, by their index in the config's list.
         self.isolated: dict[int, Reward] = {}
         for index, config in enumerate(configs):
-            if not isinstance(config, LengthReward | ModelReward):
+            if not isinstance(config, LengthReward | ModelReward | EnvironmentReward):
                 self.isolated[index] = config
         processes = workers or _default_workers()
         # A thread for each worker: it starts the process, sends its requests, and replaces it.
@@ -264,6 +271,9 @@ class Rewards:
         self, episode: EpisodeText, model_scores: Mapping[str, float]
     ) -> EpisodeScore:
         """Compute all rewards of an episode in turn, the isolated ones in this thread's process."""
+        if episode.failure is not None:
+            unknown = dict.fromkeys(self.names, math.nan)
+            return EpisodeScore(math.nan, unknown, {ENVIRONMENT: episode.failure})
         parts = {}
         failures = {}
         total = 0.0
@@ -297,6 +307,8 @@ class Rewards:
         config = self.configs[index]
         if isinstance(config, LengthReward):
             return RewardResult(length_penalty(episode.tokens, config.free, config.limit))
+        if isinstance(config, EnvironmentReward):
+            return RewardResult(episode.environment_reward)
         if isinstance(config, ModelReward):
             value = model_scores[self.names[index]]
             if math.isfinite(value):
@@ -440,14 +452,112 @@ class Channel:
             return True
 
 
-class RewardProcess:
-    """A process that computes some rewards.
+class GuardedProcess:
+    """A process that runs code of the user's.
 
     One thread starts the process and sends its requests. The thread must outlive the process, because
     the kernel signals the guard (`rl.guard`) when that thread ends. The guard, in a session of its own,
-    ends the rewards and all processes that they have started. Options go through the socket, because
+    ends the process and all processes that it has started. Options go through the socket, because
     everybody can read a command line.
     """
+
+    # The module whose `main` the process runs.
+    worker: ClassVar[str]
+    # What errors call the code, and its key in the config.
+    noun: ClassVar[str]
+    where: ClassVar[str]
+
+    def __init__(self, task: dict[str, Any], paths: Sequence[str]) -> None:
+        """Start the process, which imports nothing yet; `wait_until_ready` comes next.
+
+        Args:
+            task: The first message, from which the process knows what to import.
+            paths: What it imports, for errors.
+
+        Raises EnvironmentFault if it cannot be started.
+        """
+        self.task = task
+        self.paths = paths
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours, LONGEST_ANSWER)
+        fd = theirs.fileno()
+        try:
+            self.process = start_module(
+                "drumline.rl.guard", str(os.getpid()), str(fd), self.worker, pass_fds=[fd]
+            )
+        except OSError as error:
+            ours.close()
+            raise EnvironmentFault(
+                f"a process for {self.noun} cannot be started: {error.strerror}", where=self.where
+            ) from error
+        finally:
+            theirs.close()
+
+    def wait_until_ready(self, seconds: float = START_SECONDS) -> dict[str, Any]:
+        """Have the process import everything, which may take `seconds`, and return its answer.
+
+        If that fails the process is killed. Raises ConfigError or EnvironmentFault for what the
+        worker refuses, EnvironmentFault if it ends or hangs.
+        """
+        try:
+            return self._import(seconds)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _import(self, seconds: float) -> dict[str, Any]:
+        """Send the first message, and wait until everything is imported."""
+        try:
+            self.channel.send(self.task, seconds)
+            reply = self.channel.receive(seconds)
+        except TimeoutError:
+            raise EnvironmentFault(
+                f"importing {', '.join(self.paths)} takes more than {seconds:g} s",
+                where=self.where,
+                fix="fix what hangs there",
+            ) from None
+        except MalformedMessage:
+            raise self._failed_start(NOT_ITS_OWN) from None
+        except (EOFError, OSError):
+            how = describe_exit(wait_for_exit(self.process, END_SECONDS))
+            raise self._failed_start(how) from None
+        mistake = reply.get("wrong")
+        if mistake:
+            error_type: type[DrumlineError] = getattr(errors, mistake["kind"])
+            raise error_type(mistake["what"], where=mistake["where"], fix=mistake["fix"])
+        return reply
+
+    def _failed_start(self, how: str) -> EnvironmentFault:
+        """Return the error for a process that ended, or whose socket was misused, at its start."""
+        return EnvironmentFault(
+            f"a process for {self.noun} {how} while it started",
+            where=self.where,
+            fix="look for the reason in the rank's log, or above",
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        """End the process and all processes that it has started, and wait for them."""
+        # A process that has closed its end of the socket is about to end by itself.
+        if self.channel.is_closed:
+            wait_for_exit(self.process, EXIT_SECONDS)
+        self.process.terminate()
+        if wait_for_exit(self.process, END_SECONDS) is None:
+            self.process.kill()
+            self.process.wait()
+        self.channel.end.close()
+
+
+class RewardProcess(GuardedProcess):
+    """A process that computes some rewards."""
+
+    worker = "drumline.rl.reward_worker"
+    noun = "rewards"
+    where = WHERE
 
     def __init__(
         self,
@@ -464,62 +574,10 @@ class RewardProcess:
 
         Raises EnvironmentFault if it cannot be started.
         """
-        self.rewards = rewards
         dumped = {index: reward.model_dump(mode="json") for index, reward in rewards.items()}
-        self.task = {"base_dir": str(base_dir), "columns": columns, "rewards": dumped}
-        ours, theirs = socket.socketpair()
-        self.channel = Channel(ours, LONGEST_ANSWER)
-        fd = theirs.fileno()
-        try:
-            self.process = start_module(
-                "drumline.rl.guard", str(os.getpid()), str(fd), pass_fds=[fd]
-            )
-        except OSError as error:
-            ours.close()
-            raise EnvironmentFault(
-                f"a process for rewards cannot be started: {error.strerror}", where=WHERE
-            ) from error
-        finally:
-            theirs.close()
-
-    def wait_until_ready(self, seconds: float = START_SECONDS) -> None:
-        """Have the process import everything, which may take `seconds`, and wait for it.
-
-        If that fails the process is killed. Raises ConfigError or EnvironmentFault for what the
-        worker refuses, EnvironmentFault if it ends or hangs.
-        """
-        try:
-            self._import_rewards(seconds)
-        except BaseException:
-            self.kill()
-            raise
-
-    def _import_rewards(self, seconds: float) -> None:
-        """Send the rewards' options, and wait until everything is imported."""
-        try:
-            self.channel.send(self.task, seconds)
-            reply = self.channel.receive(seconds)
-        except TimeoutError:
-            rewards = self.rewards.values()
-            paths = ", ".join(getattr(reward, "path", reward.kind) for reward in rewards)
-            raise EnvironmentFault(
-                f"importing {paths} takes more than {seconds:g} s",
-                where=WHERE,
-                fix="fix what hangs there",
-            ) from None
-        except MalformedMessage:
-            raise _failed_start(NOT_ITS_OWN) from None
-        except (EOFError, OSError):
-            raise _failed_start(describe_exit(wait_for_exit(self.process, END_SECONDS))) from None
-        mistake = reply.get("wrong")
-        if mistake:
-            error_type: type[DrumlineError] = getattr(errors, mistake["kind"])
-            raise error_type(mistake["what"], where=mistake["where"], fix=mistake["fix"])
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process has not ended."""
-        return self.process.poll() is None
+        task = {"base_dir": str(base_dir), "columns": columns, "rewards": dumped}
+        paths = [getattr(reward, "path", reward.kind) for reward in rewards.values()]
+        super().__init__(task, paths)
 
     def score(
         self, index: int, prompt: str, completion: str, meta: dict[str, Any], timeout_seconds: float
@@ -562,26 +620,6 @@ class RewardProcess:
             failure = NOT_ITS_OWN
         self.kill()
         return RewardResult(math.nan, failure)
-
-    def kill(self) -> None:
-        """End the process and all processes that its rewards have started, and wait for them."""
-        # A process that has closed its end of the socket is about to end by itself.
-        if self.channel.is_closed:
-            wait_for_exit(self.process, EXIT_SECONDS)
-        self.process.terminate()
-        if wait_for_exit(self.process, END_SECONDS) is None:
-            self.process.kill()
-            self.process.wait()
-        self.channel.end.close()
-
-
-def _failed_start(how: str) -> EnvironmentFault:
-    """Return the error for a process that ended, or whose socket was misused, before it was ready."""
-    return EnvironmentFault(
-        f"a process for rewards {how} while it started",
-        where=WHERE,
-        fix="look for the reason in the rank's log, or above",
-    )
 
 
 def describe_exit(code: int | None) -> str:

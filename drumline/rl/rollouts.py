@@ -8,7 +8,9 @@ that samples, `rewards` scores, and `reading` runs the policy, the reference and
 episodes.
 
 Terms: a *sample* is a completion of a prompt with its reward; a *group* the samples of one draw of a
-prompt; an *episode* a sample as a row of `Episodes`, the tensors that the objective reads.
+prompt; an *episode* a sample as a row of `Episodes`, the tensors that the objective reads. With an
+environment (`conversations`) a completion is all that follows the prompt: the turns of the model, which
+are learned, and those of the environment between them.
 
 Every rank knows the whole rollout, which is small. So advantages are computed over the global
 rollout, and it does not matter which rank trains on which episode. A rollout depends only on the
@@ -36,16 +38,17 @@ from drumline.algorithms.policy import KLController, divergence
 from drumline.config.algorithm import RolloutSpec
 from drumline.data.batches import Episodes
 from drumline.data.cache import TokenCache
-from drumline.data.encode import OWN_COLUMNS
+from drumline.data.encode import OWN_COLUMNS, ROW_PROMPT
 from drumline.data.order import GlobalBatch
 from drumline.dist.reduce import from_all
 from drumline.dist.seeds import derive
 from drumline.errors import TrainingStopped
 from drumline.plan.plan import Plan
+from drumline.rl.conversations import Conversation, Conversations, Start, row_for_environment
 from drumline.rl.curriculum import Curriculum
 from drumline.rl.generate import Completion, DistributedSampling, Request, rank_and_world_size
 from drumline.rl.reading import EpisodeReader, ModelReaders
-from drumline.rl.rewards import EpisodeScore, EpisodeText, Rewards, count_reasons
+from drumline.rl.rewards import ENVIRONMENT, EpisodeScore, EpisodeText, Rewards, count_reasons
 from drumline.rl.sampler_check import SamplerCheck
 from drumline.system.heartbeat import beat
 from drumline.telemetry.events import Emit, Rollout
@@ -56,6 +59,8 @@ MOST_REASONS = 3
 # The most samples of a rollout that its event shows, and the most characters of each completion.
 MOST_SHOWN = 8
 MOST_TEXT = 4000
+# Attributes of a `Conversation` whose means are metrics.
+CONVERSATION_METRICS = ("turns", "tool_calls", "tool_errors")
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,7 @@ class Rollouts:
     held_out: Mapping[str, TokenCache]  # name of the evaluation set → its prompts
     curriculum: Curriculum
     kl: KLController
-    # Samples completions. Arguments: requests, step, whether greedily. Collective.
+    # Samples completions of one turn. Arguments: requests, step, whether greedily. Collective.
     sample: Callable[[list[Request], int, bool], list[Completion]]
     # Begins to sample completions while training goes on. Arguments: requests, step. Collective.
     sample_ahead: Callable[[list[Request], int], DistributedSampling]
@@ -197,6 +202,8 @@ class Rollouts:
     readers: ModelReaders
     decode: Callable[[list[int]], str]
     emit: Emit
+    # Plays episodes with environments; None: an episode is one completion.
+    conversations: Conversations | None = None
 
     def __post_init__(self) -> None:
         # Activity (generate, reward, infer or train) → seconds that the rollout spent on it so far.
@@ -308,9 +315,10 @@ class Rollouts:
                 # The key has the position and not the prompt, so that a prompt which comes again gets
                 # other completions.
                 keys.append((position + offset, index))
-        requests = self._requests(self.prompts, prompt_ids, keys)
         if not self.algorithm.lookahead:
-            return PendingRollout(prompt_ids, partial(self.sample, requests, steps_done, False))
+            sample = partial(self._sample, self.prompts, prompt_ids, keys, steps_done, False)
+            return PendingRollout(prompt_ids, sample)
+        requests = self._requests(self.prompts, prompt_ids, keys)
         sampling = self.sample_ahead(requests, steps_done)
 
         def complete() -> list[Completion]:
@@ -488,11 +496,41 @@ class Rollouts:
             requests.append(Request(tokens, key, cache.meta(prompt_id)))
         return requests
 
+    def _sample(
+        self,
+        cache: TokenCache,
+        prompt_ids: list[int],
+        keys: list[tuple[int, int]],
+        step: int,
+        greedily: bool,
+    ) -> list[Completion]:
+        """Return an episode for each of some prompts of `cache`. Collective.
+
+        Args:
+            cache: The prompts.
+            prompt_ids: Their numbers in the cache, each as often as it is completed.
+            keys: Of the random numbers of each.
+            step: The optimizer step; random numbers depend on it.
+            greedily: Whether the model decodes greedily.
+        """
+        requests = self._requests(cache, prompt_ids, keys)
+        if self.conversations is None:
+            return self.sample(requests, step, greedily)
+        starts = []
+        for prompt_id, request in zip(prompt_ids, requests, strict=True):
+            starts.append(Start(request, row_for_environment(cache.meta(prompt_id))))
+        return self.conversations.play(starts, step, greedily)
+
     def _score(
         self, cache: TokenCache, prompt_ids: list[int], completions: list[Completion]
     ) -> ScoredSamples:
         """Return the completions of some prompts of `cache` with their rewards. Collective."""
-        prompts = [_prompt_tokens(cache, prompt_id) for prompt_id in prompt_ids]
+        prompts = []
+        for prompt_id, completion in zip(prompt_ids, completions, strict=True):
+            if isinstance(completion, Conversation):
+                prompts.append(completion.prompt)
+            else:
+                prompts.append(_prompt_tokens(cache, prompt_id))
         metas = [cache.meta(prompt_id) for prompt_id in prompt_ids]
         scores = self._compute_rewards(prompts, completions, metas)
         samples = []
@@ -513,16 +551,21 @@ class Rollouts:
             )
             samples.append(sample)
         parts = {}
-        failures = {}
         for name in self.rewards.names:
             parts[name] = _mean([score.parts[name] for score in scores])
+        return ScoredSamples(samples, parts, self._count_failures(scores))
+
+    def _count_failures(self, scores: list[EpisodeScore]) -> dict[str, Counter[str]]:
+        """Return reward → reason of a failure → number of episodes."""
+        failures = {}
+        for name in dict.fromkeys([*self.rewards.names, ENVIRONMENT]):
             reasons = []
             for score in scores:
                 if name in score.failures:
                     reasons.append(score.failures[name])
             if reasons:
                 failures[name] = count_reasons(reasons)
-        return ScoredSamples(samples, parts, failures)
+        return failures
 
     def _compute_rewards(
         self,
@@ -542,11 +585,10 @@ class Rollouts:
         """
         texts = []
         for completion, meta in zip(completions, metas, strict=True):
-            text = self.decode(completion.tokens)
             # The user's columns `prompt` and `domain` replace ours of the same names.
             columns = dict(meta)
             columns |= columns.pop(OWN_COLUMNS, {})
-            texts.append(EpisodeText(meta["prompt"], text, len(completion.tokens), columns))
+            texts.append(self._episode_text(completion, meta["prompt"], columns))
         rank, ranks = rank_and_world_size()
         episodes = _to_episodes(prompts, completions, metas)
         own_model_scores = {}
@@ -561,6 +603,31 @@ class Rollouts:
             scores_of_rank = scores_of_ranks[index % ranks]
             scores.append(scores_of_rank[index // ranks])
         return scores
+
+    def _episode_text(
+        self, completion: Completion, prompt: str, columns: dict[str, Any]
+    ) -> EpisodeText:
+        """Return an episode as rewards read it.
+
+        Of a conversation the completion is the model's last turn, and a further column `messages` has
+        all turns.
+
+        Args:
+            completion: The episode.
+            prompt: The text of the row's prompt.
+            columns: The columns of its row.
+        """
+        if not isinstance(completion, Conversation):
+            text = self.decode(completion.tokens)
+            return EpisodeText(prompt, text, len(completion.tokens), columns)
+        columns.pop(ROW_PROMPT)
+        columns["messages"] = completion.messages
+        reward = math.nan
+        if completion.reward is not None:
+            reward = completion.reward
+        return EpisodeText(
+            prompt, completion.answer, completion.length, columns, reward, completion.failure
+        )
 
     def _make_episodes(self, sampled: ScoredSamples) -> tuple[Episodes, dict[str, float]]:
         """Return the samples as episodes with all tensors that the objective reads, and metrics.
@@ -618,8 +685,7 @@ class Rollouts:
         for name, cache in self.held_out.items():
             prompt_ids = list(range(len(cache)))
             keys = [(prompt_id, 0) for prompt_id in prompt_ids]
-            requests = self._requests(cache, prompt_ids, keys)
-            completions = self.sample(requests, step, True)
+            completions = self._sample(cache, prompt_ids, keys, step, True)
             sampled = self._score(cache, prompt_ids, completions)
             samples += sampled.samples
             # The only evaluation set has no name.
@@ -634,8 +700,10 @@ class Rollouts:
         return RolloutEvaluation(metrics, len(samples), failures)
 
     def close(self) -> None:
-        """End the processes that compute rewards."""
+        """End the processes of rewards and environments."""
         self.rewards.close()
+        if self.conversations is not None:
+            self.conversations.close()
 
     @contextmanager
     def _add_seconds(self, kind: str) -> Iterator[None]:
@@ -694,7 +762,7 @@ class Rollouts:
             reward_s=self.seconds.get("reward", 0.0),
             infer_s=self.seconds.get("infer", 0.0),
             train_s=self.seconds.get("train", 0.0),
-            metrics=_domain_rewards(samples) | metrics,
+            metrics=_domain_rewards(samples) | _conversation_metrics(samples) | metrics,
         )
         self.emit(rollout)
         shown = [self._describe_sample(sample) for sample in samples[:MOST_SHOWN]]
@@ -703,14 +771,18 @@ class Rollouts:
     def _describe_sample(self, sample: Sample) -> dict[str, Any]:
         """Return a sample as the event of completions shows it."""
         completion = sample.completion
-        return {
+        description = {
             "prompt": self.prompts.meta(sample.prompt_id)["prompt"],
             "text": self.decode(completion.tokens)[:MOST_TEXT],
             "reward": sample.reward,
             "domain": sample.domain,
             "ended": completion.ended,
-            "tokens": len(completion.tokens),
+            "tokens": completion.length,
         }
+        if isinstance(completion, Conversation):
+            description["messages"] = _shorten_messages(completion.messages)
+            description["failure"] = completion.failure
+        return description
 
 
 def _prompt_tokens(cache: TokenCache, prompt_id: int) -> list[int]:
@@ -729,10 +801,15 @@ def _to_episodes(
     prompt_tokens = [np.asarray(prompt, np.int64) for prompt in prompts]
     tokens = []
     have_ended = []
+    sampled = []
     for completion in completions:
         tokens.append(np.asarray(completion.tokens, np.int64))
         have_ended.append(completion.ended)
-    episodes = Episodes.start(prompt_tokens, tokens, have_ended, metas)
+        if isinstance(completion, Conversation):
+            sampled.append(completion.sampled)
+        else:
+            sampled.append([True] * len(completion.tokens))
+    episodes = Episodes.start(prompt_tokens, tokens, have_ended, metas, sampled)
     sampler_NM = torch.zeros_like(episodes.log_probs_NM)
     for row, completion in enumerate(completions):
         sampler_NM[row, : len(completion.tokens)] = torch.tensor(completion.log_probs)
@@ -771,6 +848,7 @@ def _evaluation_metrics(samples: list[Sample]) -> dict[str, float]:
     - `reward_failed`: the share of samples whose reward failed.
     - `reward_left_out`: the share of samples to which no reward applies; absent if it is 0.
     - `length`, `length_max` and `ended`, see `_length_metrics`.
+    - With an environment those of `_conversation_metrics`.
     """
     rewards = [sample.reward for sample in samples]
     failed = sum(sample.is_failed for sample in samples)
@@ -779,7 +857,32 @@ def _evaluation_metrics(samples: list[Sample]) -> dict[str, float]:
     left_out = _count_left_out(samples)
     if left_out:
         metrics["reward_left_out"] = left_out / len(samples)
-    return metrics | _length_metrics(samples)
+    return metrics | _length_metrics(samples) | _conversation_metrics(samples)
+
+
+def _conversation_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Return the mean number of turns, calls of tools and failed calls; empty without environment."""
+    conversations = []
+    for sample in samples:
+        if isinstance(sample.completion, Conversation):
+            conversations.append(sample.completion)
+    metrics = {}
+    if conversations:
+        for name in CONVERSATION_METRICS:
+            total = sum(getattr(conversation, name) for conversation in conversations)
+            metrics[name] = total / len(conversations)
+    return metrics
+
+
+def _shorten_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages for an event: their first MOST_TEXT characters together."""
+    shortened = []
+    left = MOST_TEXT
+    for message in messages:
+        content = message["content"][:left]
+        left -= len(content)
+        shortened.append({**message, "content": content})
+    return shortened
 
 
 def _domain_rewards(samples: list[Sample]) -> dict[str, float]:
@@ -794,8 +897,8 @@ def _domain_rewards(samples: list[Sample]) -> dict[str, float]:
 
 
 def _length_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Return mean and largest length of the completions in tokens, and the share that has ended."""
-    lengths = [len(sample.completion.tokens) for sample in samples]
+    """Return mean and largest number of sampled tokens, and the share of completions that ended."""
+    lengths = [sample.completion.length for sample in samples]
     ended = sum(sample.completion.ended for sample in samples)
     return {
         "length": sum(lengths) / len(lengths),

@@ -241,7 +241,8 @@ def has_groups(prompts: float | None, episodes: float | None) -> bool:
 class Rollout(Event, kind="rollout"):
     """Episodes were sampled, for steps to train on.
 
-    `metrics` are reward/DOMAIN, and those of the KL penalty.
+    `metrics` are reward/DOMAIN, and those of the KL penalty. With an environment also the means of
+    `turns`, `tool_calls` and `tool_errors` over the episodes.
     """
 
     step: int  # number of optimizer steps once all that train on this rollout are done
@@ -257,11 +258,12 @@ class Rollout(Event, kind="rollout"):
     # sampling, of the last draw of prompts alone.
     rewards: Mapping[str, Number]
     shares: dict[str, float]  # share of the episodes by domain
-    # Name of a reward → reason → number of episodes for which it failed, of the same draw.
+    # Name of a reward, or `environment` → reason → number of episodes for which it failed, of the
+    # same draw.
     failures: Mapping[str, Mapping[str, int]]
-    length: float  # mean tokens of a completion
+    length: float  # mean tokens of a completion, those of an environment not counted
     length_max: float  # tokens of the longest completion
-    ended: float  # share of the completions that were not cut at max_new_tokens
+    ended: float  # share of the completions that were not cut at their limits
     generate_s: float  # seconds that sampling took on rank 0, waiting for others included
     reward_s: float  # seconds of scoring
     infer_s: float  # seconds for log-probs, values and the reference's log-probs

@@ -22,7 +22,9 @@ from drumline.engine.engine import CompositeEngine, Engine
 from drumline.models.templates import special_ids, turn_tail
 from drumline.models.tokenizer import pad_token_id
 from drumline.plan.plan import Plan
+from drumline.rl.conversations import Conversations
 from drumline.rl.curriculum import Curriculum
+from drumline.rl.environments import Environments
 from drumline.rl.reading import (
     CollateEpisodes,
     EpisodeReader,
@@ -36,6 +38,7 @@ from drumline.rl.reading import (
 from drumline.rl.rewards import Rewards, reward_names
 from drumline.rl.rollouts import Rollouts
 from drumline.rl.sampler_check import SamplerCheck, probe_prompts
+from drumline.rl.turns import ChatTurns
 from drumline.telemetry.events import Emit
 from drumline.train.sampling import TextGeneration, tokenizer_of
 from drumline.train.state import TrainState
@@ -119,9 +122,38 @@ def build_rollouts(
         readers=build_scorers(plan, spec, engine, episode_reader, turn_tail(tokenizer), device),
         decode=partial(tokenizer.decode, skip_special_tokens=True),
         emit=emit,
+        conversations=build_conversations(plan, spec, generate),
     )
     batches = rollouts.stream(state.step, state.position, state.stream)
     return algorithm, rollouts, batches
+
+
+def build_conversations(
+    plan: Plan, spec: RolloutSpec, generate: TextGeneration
+) -> Conversations | None:
+    """Return what plays episodes with the config's environment; None without one."""
+    config = spec.environment
+    if config is None:
+        return None
+    environments = Environments(config, Path(plan.base_dir))
+    tokenizer = generate.tokenizer
+    chat = ChatTurns(
+        tokenizer,
+        plan.config.data,
+        environments.tools(),
+        reads_calls=config.kind == "tools",
+    )
+    return Conversations(
+        sample=generate,
+        sample_again=generate.sample_again,
+        environments=environments,
+        chat=chat,
+        seed=plan.config.run.seed,
+        turns=config.turns,
+        max_new_tokens=spec.generator.max_new_tokens,
+        max_tokens=config.max_tokens,
+        max_length=plan.config.data.max_length,
+    )
 
 
 def product_precision(plan: Plan) -> str:

@@ -81,6 +81,17 @@ class TextGeneration:
             current = greedy_generator(current)
         return generate_together(current, requests, step)
 
+    def sample_again(self, requests: list[Request], step: int, greedily: bool) -> list[Completion]:
+        """Return a completion of each request by the weights of the last call.
+
+        They have not changed since, so nothing is handed over. Collective.
+        """
+        assert self._generator is not None, "the first turn was sampled by `__call__`"
+        current = self._generator
+        if greedily:
+            current = greedy_generator(current)
+        return generate_together(current, requests, step)
+
     def sample_ahead(self, requests: list[Request], step: int) -> DistributedSampling:
         """Generate completions in a thread, with the current weights, while training goes on.
 

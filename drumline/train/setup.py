@@ -87,8 +87,9 @@ from drumline.planner.search.auto import choose, choose_compile
 from drumline.planner.search.budget import checkpointing_modes, within_budget
 from drumline.planner.seq2seq import resolve_seq2seq
 from drumline.report.bars import COMPARING, OnProgress, notes, notify_if_slow
-from drumline.rl import rewards
+from drumline.rl import environments, rewards
 from drumline.rl.curriculum import require_domains
+from drumline.rl.turns import require_template
 from drumline.system import network
 from drumline.system.files import temporary_folder, write_whole
 from drumline.system.output import plural
@@ -130,6 +131,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if not config.images_alone:
         tokenizer = load_tokenizer(policy.path, config.model)
         models.check_fits(policy.hf_config, tokenizer, config.data.max_length)
+        if rollout is not None and rollout.environment is not None:
+            require_template(tokenizer, reads_calls=rollout.environment.kind == "tools")
     require_adapter(config, policy)
     roles = find_roles(config, policy, on_progress)
     if not dry_run:
@@ -451,7 +454,7 @@ def _check_eval_metric(config: Config, labels: tuple[str, ...]) -> None:
 def _check_prompts(
     rollout: RolloutSpec, config: Config, base_dir: Path, data: DataPlan | None
 ) -> None:
-    """Raise ConfigError or PlanError if rewards or the curriculum do not fit the prompts.
+    """Raise ConfigError or PlanError if rewards, environment or curriculum do not fit the prompts.
 
     Rewards are called with the columns of a row, and a curriculum weighs domains. `data`: None if
     they are not prepared, in a dry run.
@@ -459,7 +462,12 @@ def _check_prompts(
     columns = None
     if data is not None:
         columns = data_prepare.prompt_columns(data)
+        if rollout.environment is not None:
+            # Functions get all turns under this name.
+            columns.add("messages")
     rewards.check_importable(rollout.rewards, base_dir.absolute(), columns)
+    if rollout.environment is not None:
+        environments.check_importable(rollout.environment, base_dir.absolute())
     has_function = any(reward.kind == "function" for reward in rollout.rewards)
     if has_function and columns is not None and "completion" in columns:
         notes(

@@ -42,6 +42,7 @@ AGAIN = (
     "bert_large_ddp",
     "digits_resnet",
     "grpo_three_domains",
+    "grpo_tools",
     "pretrain_tiny",
     "languages_bert",
     "own_data",
@@ -75,6 +76,8 @@ ROLLOUT = [
     "algorithm.minibatches=1",
     "algorithm.generator.max_new_tokens=4",
 ]
+# The prompts of an environment show its tools.
+ENVIRONMENT = ["data.max_length=2048", "algorithm.environment.max_tokens=64"]
 # The reference is scored once over all pairs.
 FEW_PAIRS = ["data.train.0.limit=8"]
 BATCH = [
@@ -188,12 +191,20 @@ def has_weights(path: Path) -> bool:
     return is_packaged(path) and load(path, []).config.model.init != "random"
 
 
+def has_environment(path: Path) -> bool:
+    """Whether an example's episodes have several turns."""
+    rollout = load(path, []).config.algorithm.rollout
+    return rollout is not None and rollout.environment is not None
+
+
 def quick(path: Path, instead: dict[str, list[str]]) -> list[str]:
     """What makes an example's first steps small."""
     kind = load(path, []).config.algorithm.kind
     more = [*instead.get(path.stem, []), *SMALLER.get(path.stem, []), *QUICK, *BATCH]
     if kind in ("ppo", "grpo"):
         more += ROLLOUT
+    if has_environment(path):
+        more += ENVIRONMENT
     if kind in ("reward", "dpo", "kto"):
         more += FEW_PAIRS
     return more
@@ -214,7 +225,7 @@ def trained(
     """A folder with a run of each chosen example that no command runs: planned here, trained in one
     process group for each size."""
     root = tmp_path_factory.mktemp("examples")
-    model = tiny_model_dir(root / "model", layers=4)
+    model = tiny_model_dir(root / "model", layers=4, positions=2048)
     groups: dict[tuple[int, bool], list[Path]] = {}
     for params in chosen_params(request.session, __file__):
         if "real" not in params:
@@ -228,7 +239,7 @@ def trained(
             more.append(f"model.id={model}")
         if load(path, []).config.algorithm.teaching is not None:
             more.append(f"algorithm.teacher.id={model}")
-        if has_weights(path):
+        if has_weights(path) and not has_environment(path):
             more.append("data.max_length=384")  # its tokens are letters: rows are longer
         places = [f"run.dir={root / path.stem}", f"data.cache_dir={root / 'cache'}"]
         loaded = load(path, [*more, *places, "run.device=cpu"])

@@ -34,6 +34,17 @@ def slow(prompt, completion, **_):
     time.sleep(0.1)
     return float(sum(letter in "aeiou" for letter in completion))
 """
+# Episodes of several turns, whose environments are slow, too.
+IN_TURNS: dict[str, Any] = {
+    "environment": {
+        "kind": "class",
+        "path": "tests.episodes:Vowels",
+        "options": {"seconds": 0.1},
+        "turns": 4,
+        "max_tokens": 40,
+    },
+    "generator": {"kind": "hf", "max_new_tokens": 6, "stop": list("aeiou")},
+}
 STEP = (
     "step",
     "loss",
@@ -100,8 +111,12 @@ def slow_rewards(folder: Path, model: Path, options: dict[str, Any]) -> Path:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "options",
-    [{"minibatches": 2, "epochs": 2, "dynamic_sampling": 1}, {"minibatches": 4, "ahead": 1}],
-    ids=["one after another", "ahead"],
+    [
+        {"minibatches": 2, "epochs": 2, "dynamic_sampling": 1},
+        {"minibatches": 4, "ahead": 1},
+        {"minibatches": 4, **IN_TURNS},
+    ],
+    ids=["one after another", "ahead", "in turns"],
 )
 def test_killed_in_a_rollout_then_resumed(
     model: Path, tmp_path: Path, options: dict[str, Any]

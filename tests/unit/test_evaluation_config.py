@@ -120,6 +120,15 @@ def test_what_cannot_be_written_is_refused_in_the_plan(config: Path) -> None:
     for overrides, line in (
         (["eval.samples=2", "data.eval=[]"], "eval.samples × no held-out rows"),
         (
+            [
+                "eval.samples=2",
+                "algorithm=grpo",
+                "data.packing=false",
+                "algorithm.environment={kind: class, path: 'tests.episodes:Vowels', max_tokens: 64}",
+            ],
+            "eval.samples × an environment",
+        ),
+        (
             ["eval.samples=2", "algorithm=classify", "data.packing=false"],
             "eval.samples × a model without text",
         ),

@@ -148,6 +148,18 @@ CURRICULUM = "algorithm.curriculum={{kind: weights, weights: {}}}".format
             ["algorithm.generator.max_new_tokens=48"],
             "data.max_length: data.max_length 48 leaves no room for a prompt before",
         ),
+        (
+            ["algorithm.environment={kind: class, path: 'tests.episodes:Vowels', max_tokens: 16}"],
+            "",
+        ),
+        (
+            ["algorithm.environment={kind: class, path: 'none.py:A', max_tokens: 16}"],
+            "algorithm.environment.path: there is no file",
+        ),
+        (
+            ["algorithm.environment={kind: tools, functions: ['a.py:f'], max_tokens: 16}"],
+            "model.chat_template: the chat template shows no tools",
+        ),
     ],
 )
 def test_rollouts_that_cannot_be(tmp_path: Path, overrides: list[str], line: str) -> None:

@@ -18,7 +18,7 @@ from drumline.errors import EnvironmentFault, UserError
 from drumline.plan.plan import Plan
 from drumline.report import page
 from drumline.report.curves import MOST_POINTS, charts, thin_out
-from drumline.report.details import samples
+from drumline.report.details import rollouts, samples
 from drumline.report.facts import RunFacts, differences, short_names
 from drumline.report.markup import Keyed, html_environment, table
 from drumline.report.picture import draw
@@ -389,6 +389,38 @@ def test_rollouts_without_any_reward_are_counted(tmp_path: Path) -> None:
     text = page_of(write_run(tmp_path / "x", events=events))
     assert "no episode got a reward in 1 of 1 rollouts" in text
     assert "never differed" not in text
+
+
+def test_an_episode_with_an_environment_is_shown_turn_by_turn(tmp_path: Path) -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "3"},
+        {"role": "assistant", "content": HOSTILE},
+    ]
+    episode = {
+        "prompt": "p",
+        "text": "t",
+        "reward": None,
+        "domain": "a",
+        "ended": False,
+        "tokens": 3,
+        "messages": turns,
+        "failure": "timed out",
+    }
+    events = [start(2), watched.Completions(step=1, completions=[episode])]
+    run = RunFacts(write_run(tmp_path / "x", events=events))
+    shown = rollouts(run, ChartRegistry())
+    assert shown is not None
+    (card,) = shown.episodes
+    assert card.texts[1:] == [
+        ("user", "1 + 2?"),
+        ("assistant", 'calls add {"a": 1}'),
+        ("tool add", "3"),
+        ("assistant", HOSTILE),
+        ("the environment failed", "timed out"),
+    ]
 
 
 def test_sets_of_evaluation_share_a_chart(tmp_path: Path) -> None:

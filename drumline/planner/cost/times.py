@@ -390,8 +390,9 @@ def _devices_per_link(layout: Layout, cluster: Cluster) -> int:
 def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
     """Return the seconds of a rollout over the number of optimizer steps that learn from it.
 
-    Each completion is taken to have `max_new_tokens`. Log-probabilities, values and rewards by
-    models are one forward each. Rewards by functions run on the host and are not counted.
+    Each completion is taken to have `max_new_tokens`, and each episode its most turns.
+    Log-probabilities, values and rewards by models are one forward each. Rewards by functions and
+    environments run on the host and are not counted.
     """
     rollout = layout.config.algorithm.rollout
     if rollout is None:
@@ -406,7 +407,7 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
     token = _token_seconds(layout, facts, cluster, generator, batch, rate)
     # Batches run one after the other.
     batches = math.ceil(episodes_of_rank / batch)
-    sampling = batches * generator.max_new_tokens * token
+    sampling = batches * rollout.turns * generator.max_new_tokens * token
     forwards = [forward_flops(model) for model in facts.roles.values()]
     if rollout.steps_per_rollout > 1:
         # The old log-probabilities, which otherwise the forward of the step gives.

@@ -1,0 +1,330 @@
+"""Episodes of several turns: the model's turn, the environment's, again.
+
+All ranks know all conversations. In each turn the requests are divided over all ranks, as those of a
+rollout without an environment are. The environment of episode i lives on rank i modulo the number of
+ranks, and its replies are gathered.
+
+The random numbers of a turn depend on (seed, step, key of the episode, turn); those of an environment
+on the same, except that `reset` is alike for all episodes of a group. So the episodes are the same on
+any number of ranks, and a run that is killed inside of a rollout makes the same one again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from drumline.data.encode import OWN_COLUMNS, ROW_PROMPT
+from drumline.data.turns import as_messages
+from drumline.dist.reduce import from_all
+from drumline.dist.seeds import derive
+from drumline.errors import DataError
+from drumline.rl.environments import Environments, Reply
+from drumline.rl.generate import Completion, Request, rank_and_world_size
+from drumline.rl.turns import ChatTurns
+
+# The most environments of a rank at the same time. Each is a process with a socket.
+MOST_OF_RANK = 256
+
+
+@dataclass(frozen=True)
+class Conversation(Completion):
+    """An episode of several turns. Its tokens are all those behind the prompt.
+
+    Log-probs of the environment's tokens are 0.
+    """
+
+    # The tokens before the model's first turn.
+    prompt: list[int] = field(default_factory=list)
+    # Whether the model has sampled each token. The others are the environment's.
+    sampled: list[bool] = field(default_factory=list)
+    # All messages, those of `reset` included.
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    # Number of those that `reset` returned.
+    prompt_messages: int = 0
+    # What the model's last turn says besides calls of tools.
+    answer: str = ""
+    # The sum of the environment's rewards; None if it gave none.
+    reward: float | None = None
+    turns: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    # Why the environment failed; None if it did not.
+    failure: str | None = None
+
+    @property
+    def length(self) -> int:
+        return sum(self.sampled)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The beginning of an episode: the row's prompt."""
+
+    request: Request
+    # What the environment's `reset` gets.
+    row: dict[str, Any]
+
+
+class _Episode:
+    """An episode that is going on."""
+
+    def __init__(self, start: Start) -> None:
+        self.start = start
+        # Until `reset` has answered, and if it fails: that of the row.
+        self.prompt = start.request.tokens
+        self.tokens: list[int] = []
+        self.log_probs: list[float] = []
+        self.sampled: list[bool] = []
+        self.messages: list[dict[str, Any]] = []
+        self.prompt_messages = 0
+        self.answer = ""
+        self.reward: float | None = None
+        self.turns = 0
+        self.tool_calls = 0
+        self.tool_errors = 0
+        self.failure: str | None = None
+        # Whether it ended by itself.
+        self.ended = False
+        self.is_over = False
+
+    def end(self, ended: bool, failure: str | None = None) -> None:
+        """Note that no turn follows. `ended`: whether the episode was not cut."""
+        self.is_over = True
+        self.ended = ended
+        self.failure = failure
+
+    def append(self, tokens: list[int], log_probs: list[float], sampled: bool) -> None:
+        """Append tokens. `sampled`: by the model."""
+        self.tokens += tokens
+        self.log_probs += log_probs
+        self.sampled += [sampled] * len(tokens)
+
+    def result(self) -> Conversation:
+        """Return the episode as it is now."""
+        return Conversation(
+            self.tokens,
+            self.log_probs,
+            self.ended,
+            prompt=self.prompt,
+            sampled=self.sampled,
+            messages=self.messages,
+            prompt_messages=self.prompt_messages,
+            answer=self.answer,
+            reward=self.reward,
+            turns=self.turns,
+            tool_calls=self.tool_calls,
+            tool_errors=self.tool_errors,
+            failure=self.failure,
+        )
+
+
+@dataclass
+class Conversations:
+    """Plays episodes with environments.
+
+    Collective: each rank calls the same methods in the same order.
+    """
+
+    # Samples by the current weights, which are handed over once, and again by the same weights.
+    # Arguments: requests, step, whether greedily. Collective.
+    sample: Callable[[list[Request], int, bool], list[Completion]]
+    sample_again: Callable[[list[Request], int, bool], list[Completion]]
+    environments: Environments
+    chat: ChatTurns
+    seed: int
+    # The most turns of an episode, the most tokens of a turn, and those of an episode behind its prompt.
+    turns: int
+    max_new_tokens: int
+    max_tokens: int
+    # The most tokens of an episode with its prompt.
+    max_length: int
+    # Whether `sample` was called since `play` began.
+    _has_current_weights: bool = field(default=False, init=False)
+
+    def play(self, starts: Sequence[Start], step: int, greedily: bool) -> list[Completion]:
+        """Return an episode for each start, in their order, the same on every rank. Collective.
+
+        Args:
+            starts: The beginnings, the same on every rank.
+            step: The optimizer step of the run; random numbers depend on it.
+            greedily: Whether the model decodes greedily. Environments then have the same random
+                numbers at each step.
+        """
+        self._has_current_weights = False
+        _, ranks = rank_and_world_size()
+        size = MOST_OF_RANK * ranks
+        played: list[Completion] = []
+        for first in range(0, len(starts), size):
+            played += self._play_together(starts[first : first + size], step, greedily)
+        self.chat.forget_prompts()
+        return played
+
+    def _play_together(
+        self, starts: Sequence[Start], step: int, greedily: bool
+    ) -> list[Conversation]:
+        """Return an episode for each start, all of which go on at the same time. Collective."""
+        environment_step = step
+        if greedily:
+            environment_step = 0
+        episodes = [_Episode(start) for start in starts]
+        try:
+            self._reset(episodes, environment_step)
+            for turn in range(self.turns):
+                active = [number for number, each in enumerate(episodes) if not each.is_over]
+                if not active:
+                    break
+                self._take_turn(episodes, active, step, turn, greedily)
+                self._step(episodes, active, environment_step, turn)
+        finally:
+            self.environments.end(range(len(episodes)))
+        return [episode.result() for episode in episodes]
+
+    def close(self) -> None:
+        """End the environments' processes."""
+        self.environments.close()
+
+    def _reset(self, episodes: list[_Episode], step: int) -> None:
+        """Begin all episodes. Collective."""
+        rank, ranks = rank_and_world_size()
+        rows = {}
+        seeds = {}
+        for number in range(rank, len(episodes), ranks):
+            start = episodes[number].start
+            rows[number] = start.row
+            # The last part of the key tells the episodes of a group apart.
+            group = start.request.key[:-1]
+            seeds[number] = derive(self.seed, "environment", step, *group, "reset")
+        replies = _gather(self.environments.reset(rows, seeds))
+        for number, episode in enumerate(episodes):
+            reply = replies[number]
+            if reply.failure is not None:
+                episode.end(ended=False, failure=reply.failure)
+                continue
+            episode.messages = list(reply.messages)
+            episode.prompt_messages = len(reply.messages)
+            self._set_prompt(episode)
+
+    def _set_prompt(self, episode: _Episode) -> None:
+        """Render the messages before the model's first turn."""
+        try:
+            prompt = self.chat.prompt(episode.messages)
+        except DataError as error:
+            episode.end(ended=False, failure=error.what)
+            return
+        room = self.max_length - self.max_tokens
+        if len(prompt) > room:
+            failure = (
+                f"began with {len(prompt)} tokens; data.max_length leaves {room} before max_tokens"
+            )
+            episode.end(ended=False, failure=failure)
+            return
+        episode.prompt = prompt
+
+    def _take_turn(
+        self, episodes: list[_Episode], active: list[int], step: int, turn: int, greedily: bool
+    ) -> None:
+        """Have the model take its turn in the episodes `active`. Collective."""
+        requests = []
+        for number in active:
+            episode = episodes[number]
+            key = (*episode.start.request.key, turn)
+            requests.append(Request(episode.prompt + episode.tokens, key))
+        if self._has_current_weights:
+            completions = self.sample_again(requests, step, greedily)
+        else:
+            completions = self.sample(requests, step, greedily)
+            self._has_current_weights = True
+        for number, completion in zip(active, completions, strict=True):
+            episode = episodes[number]
+            episode.append(completion.tokens, completion.log_probs, sampled=True)
+            read = self.chat.read(completion.tokens)
+            episode.messages.append(read.message)
+            episode.answer = read.content
+            episode.turns = turn + 1
+            # A turn that was cut is the last one; the environment still judges it.
+            if not completion.ended:
+                episode.is_over = True
+
+    def _step(self, episodes: list[_Episode], active: list[int], step: int, turn: int) -> None:
+        """Have the environments answer the last turn of the episodes `active`. Collective."""
+        rank, ranks = rank_and_world_size()
+        messages = {}
+        seeds = {}
+        for number in active:
+            if number % ranks != rank:
+                continue
+            episode = episodes[number]
+            messages[number] = episode.messages[-1]
+            key = episode.start.request.key
+            seeds[number] = derive(self.seed, "environment", step, *key, turn)
+        replies = _gather(self.environments.step(messages, seeds))
+        for number in active:
+            self._take_reply(episodes[number], replies[number], is_last=turn + 1 == self.turns)
+        over = [number for number in active if episodes[number].is_over]
+        self.environments.end(over)
+
+    def _take_reply(self, episode: _Episode, reply: Reply, is_last: bool) -> None:
+        """Add an environment's reply to its episode. `is_last`: no turn of the model may follow."""
+        if reply.failure is not None:
+            episode.end(ended=False, failure=reply.failure)
+            return
+        episode.messages += reply.messages
+        episode.tool_calls += reply.tool_calls
+        episode.tool_errors += reply.tool_errors
+        if reply.reward is not None:
+            earlier = episode.reward or 0.0
+            episode.reward = earlier + reply.reward
+        was_cut = episode.is_over
+        if was_cut:
+            return
+        if reply.done:
+            episode.end(ended=True)
+        elif is_last:
+            episode.end(ended=False)
+        else:
+            self._append_reply(episode, reply)
+
+    def _append_reply(self, episode: _Episode, reply: Reply) -> None:
+        """Append the environment's messages as tokens, if another turn then fits."""
+        if not reply.messages:
+            failure = "returned no message, and the episode is not done"
+            episode.end(ended=False, failure=failure)
+            return
+        try:
+            tokens = self.chat.reply(reply.messages, episode.tokens[-1])
+        except DataError as error:
+            episode.end(ended=False, failure=error.what)
+            return
+        if len(episode.tokens) + len(tokens) + self.max_new_tokens > self.max_tokens:
+            episode.end(ended=False)
+            return
+        episode.append(tokens, [0.0] * len(tokens), sampled=False)
+
+
+def _gather(own: dict[int, Reply]) -> dict[int, Reply]:
+    """Return the replies of all ranks. Collective."""
+    replies: dict[int, Reply] = {}
+    for replies_of_rank in from_all(own):
+        replies |= replies_of_rank
+    return replies
+
+
+def row_for_environment(meta: dict[str, Any]) -> dict[str, Any]:
+    """Return what `reset` gets of a prompt's row.
+
+    These are all columns under their names, `domain`, `prompt` as the row has it, and `messages`: the
+    prompt as messages, without an answer at its end.
+
+    `meta`: of the prompt in the cache, see `PromptRowEncoder`.
+    """
+    row = dict(meta)
+    row |= row.pop(OWN_COLUMNS, {})
+    prompt = row.pop(ROW_PROMPT)
+    messages = as_messages(prompt, "user")
+    if messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    row["prompt"] = prompt
+    row["messages"] = messages
+    return row

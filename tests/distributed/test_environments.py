@@ -1,0 +1,101 @@
+"""Episodes of several turns are the same however the model is spread: the same turns, rewards and
+losses as one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.setups import EIGHT_BY_TWO, UNSAVED, plan_in, same_evaluations, train
+from tests.harness import column, events
+from tests.tiny import tiny_model_dir
+
+pytestmark = pytest.mark.timeout(600)
+ENVIRONMENT = {
+    "kind": "class",
+    "path": "tests.episodes:Vowels",
+    "turns": 4,
+    "max_tokens": 64,
+}
+COMMON: dict[str, Any] = {
+    "group_size": 4,
+    "loss_chunk": 32,
+    "environment": ENVIRONMENT,
+    # Some turns end, at a vowel, and the others are cut.
+    "generator": {"kind": "hf", "max_new_tokens": 6, "stop": list("aeiou")},
+}
+REWARDS = [{"kind": "environment"}, {"kind": "length", "free": 2, "limit": 20, "weight": 0.5}]
+GRPO = {"kind": "grpo", "importance": "token", "rewards": REWARDS, **COMMON}
+PPO = {"kind": "ppo", "epochs": 2, **COMMON}
+# name → processes, strategy, algorithm
+ROWS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "grpo single": (1, "single", GRPO),
+    "grpo ddp": (2, "ddp", GRPO),
+    "grpo fsdp2": (2, "fsdp2", GRPO),
+    "ppo single": (1, "single", PPO),
+    "ppo ddp": (2, "ddp", PPO),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("environments")
+    model = tiny_model_dir(root / "model", layers=2)
+    plans = []
+    for name, (world_size, strategy, algorithm) in ROWS.items():
+        path = plan_in(
+            root,
+            name,
+            world_size,
+            model,
+            algorithm=algorithm,
+            strategy=strategy,
+            data={"max_length": 128},
+            batch=EIGHT_BY_TWO,
+            optimizer={"lr": 3e-3},
+            run={"steps": 4},
+            checkpoint=UNSAVED,
+        )
+        plans.append(path)
+    train(plans)
+    return root
+
+
+@pytest.mark.claim("episodes with environments are the same on any number of processes")
+@pytest.mark.parametrize("name", ["grpo ddp", "grpo fsdp2", "ppo ddp"])
+def test_same_episodes_and_losses_as_one_process(runs: Path, name: str) -> None:
+    kind, _ = name.split()
+    mine = runs / name / "run"
+    alone = runs / f"{kind} single" / "run"
+    for key in ("reward", "reward_std", "length", "ended", "groups_differ", "turns"):
+        expected = column(alone, key, "rollout")
+        assert column(mine, key, "rollout") == pytest.approx(expected, abs=1e-6), key
+    for key in ("prompts", "episodes", "failures"):
+        assert column(mine, key, "rollout") == column(alone, key, "rollout"), key
+    shown = []
+    for run in (mine, alone):
+        for event in events(run, "completions"):
+            for episode in event["completions"]:
+                shown.append(episode["messages"])
+    half = len(shown) // 2
+    assert shown[:half] == shown[half:]
+    assert column(mine, "loss") == pytest.approx(column(alone, "loss"), abs=1e-5)
+    expected = column(alone, "grad_norm")
+    assert column(mine, "grad_norm") == pytest.approx(expected, rel=1e-4)
+    assert column(mine, "tokens") == column(alone, "tokens")
+    same_evaluations(mine, alone, 1e-6, "reward")
+
+
+def test_episodes_have_several_turns(runs: Path) -> None:
+    run = runs / "grpo single" / "run"
+    assert max(column(run, "turns", "rollout")) > 1.1
+    assert 0 < min(column(run, "ended", "rollout")) < 1
+    roles = []
+    for event in events(run, "completions"):
+        for episode in event["completions"]:
+            roles.append([message["role"] for message in episode["messages"]])
+    assert max(map(len, roles)) > 3
+    for of_episode in roles:
+        assert of_episode[:2] == ["user", "assistant"]

@@ -1,0 +1,407 @@
+"""Conversations grow by the tokens that were sampled, and by those that the template writes for the
+environment; only the former are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from drumline.algorithms.credit import gae, place_at_last_token
+from drumline.config import rollouts as configs
+from drumline.config.data import DataConfig
+from drumline.config.load import load_values
+from drumline.data.batches import IGNORE, Episodes, collate_episodes
+from drumline.data.encode import ROW_PROMPT
+from drumline.errors import ConfigError
+from drumline.models.templates import read_template
+from drumline.rl.continuous import ContinuousGenerator
+from drumline.rl.conversations import Conversation, Conversations, Start, row_for_environment
+from drumline.rl.environments import Reply
+from drumline.rl.generate import Completion, HFGenerator, Request
+from drumline.rl.turns import ChatTurns
+from drumline.rl.vllm import RemoteVLLM
+from tests.tiny import tiny_model_dir, tiny_tokenizer
+from tests.vllm_stub import StubServer
+
+DATA = DataConfig.model_validate({"train": [{"kind": "digits"}]})
+MORE_SPECIAL = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+USER = [{"role": "user", "content": "And?"}]
+TOOL_RESULT = [{"role": "tool", "name": "add", "content": "3"}]
+TWO_RESULTS = [*TOOL_RESULT, {"role": "tool", "name": "add", "content": "4"}]
+# Leaves out old reasoning, and writes an empty one before a call that is the last turn, as Qwen 3 does.
+THINKING = """
+{%- for message in messages %}
+{{- '<|im_start|>' ~ message.role ~ '\n' }}
+{%- if message.role == 'assistant' and loop.last %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' ~ (call.function.arguments | tojson) ~ '</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if tools %}{%- endif %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+
+
+def chat_turns(template: str, reads_calls: bool = True) -> ChatTurns:
+    tokenizer = tiny_tokenizer(chat_template=template)
+    tokenizer.add_special_tokens({"additional_special_tokens": MORE_SPECIAL})
+    tools = [TOOL] if reads_calls else []
+    return ChatTurns(tokenizer, DATA, tools, reads_calls)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (read_template("chatml"), USER, "\n<|im_start|>user\nAnd?<|im_end|>\n"),
+        (
+            read_template("chatml"),
+            TWO_RESULTS,
+            "\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n"
+            "</tool_response><|im_end|>\n",
+        ),
+        (THINKING, USER, "\n<|im_start|>user\nAnd?<|im_end|>\n"),
+        (THINKING, TOOL_RESULT, "\n<|im_start|>tool\n3<|im_end|>\n"),
+    ],
+    ids=["user", "tools", "thinking, user", "thinking, tool"],
+)
+def test_a_reply_is_what_the_template_writes_between_two_turns(
+    template: str, messages: list[dict[str, Any]], expected: str
+) -> None:
+    chat = chat_turns(template)
+    tokenizer = chat.tokenizer
+    expected += "<|im_start|>assistant\n"
+    assert tokenizer.decode(chat.reply(messages, tokenizer.eos_token_id)) == expected
+    # A turn that a stop text ended gets the template's end first.
+    last = tokenizer.encode("Rome")[-1]
+    assert tokenizer.decode(chat.reply(messages, last)) == f"<|im_end|>{expected}"
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen", "llama-3", "mistral"])
+def test_with_the_prompt_they_are_the_template_s_whole_conversation(name: str) -> None:
+    chat = chat_turns(read_template(name))
+    tokenizer = chat.tokenizer
+    end = "<|eot_id|>" if name == "llama-3" else "<|im_end|>"
+    question = {"role": "user", "content": "What is two plus three?"}
+    answer = {"role": "assistant", "content": "five"}
+    tokens = list(chat.prompt([question]))
+    tokens += tokenizer.encode(" five" if name == "mistral" else "five")
+    tokens.append(tokenizer.convert_tokens_to_ids(end))
+    tokens += chat.reply(USER, tokens[-1])
+    text = tokenizer.apply_chat_template(
+        [question, answer, *USER], tools=[TOOL], tokenize=False, add_generation_prompt=True
+    )
+    assert tokenizer.decode(tokens) == text
+
+
+def test_what_the_model_wrote_is_read() -> None:
+    chat = chat_turns(read_template("chatml"))
+    tokens = chat.tokenizer.encode(f"I add. {CALL}<|im_end|>")
+    turn = chat.read(tokens)
+    assert turn.content == "I add."
+    (call,) = turn.message["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": {"a": 1}}
+    wrong = chat.read(chat.tokenizer.encode("<tool_call>3</tool_call>"))
+    assert len(wrong.message["unread_calls"]) == 1
+    plain = chat_turns(read_template("chatml"), reads_calls=False)
+    assert plain.read(tokens).message == {"role": "assistant", "content": f"I add. {CALL}"}
+
+
+def test_a_template_that_does_not_fit_is_refused() -> None:
+    for template, line in {
+        "": "this tokenizer has none",
+        "{{ messages }}": "shows no tools",
+        "{{ tools }}": "in a format that cannot be read",
+    }.items():
+        with pytest.raises(ConfigError, match=line):
+            chat_turns(template)
+
+
+class Scripted:
+    """Environments that give the same replies to every episode."""
+
+    def __init__(self, replies: list[Reply], begin: Reply | None = None) -> None:
+        self.replies = replies
+        self.begin = begin or Reply(USER)
+        self.seeds: list[dict[int, int]] = []
+        self.steps: dict[int, int] = {}
+        self.heard: dict[int, list[dict[str, Any]]] = {}
+
+    def reset(self, rows: dict[int, Any], seeds: dict[int, int]) -> dict[int, Reply]:
+        self.seeds.append(seeds)
+        self.steps = dict.fromkeys(rows, 0)
+        self.heard = {number: [] for number in rows}
+        return dict.fromkeys(rows, self.begin)
+
+    def step(self, messages: dict[int, Any], seeds: dict[int, int]) -> dict[int, Reply]:
+        self.seeds.append(seeds)
+        replies = {}
+        for number, message in messages.items():
+            self.heard[number].append(message)
+            replies[number] = self.replies[self.steps[number]]
+            self.steps[number] += 1
+        return replies
+
+    def end(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.steps.pop(number, None)
+
+
+class Answers:
+    """Samples these texts, one a turn, and notes what it was asked."""
+
+    def __init__(self, texts: list[str], ended: bool = True) -> None:
+        self.texts = texts
+        self.ended = ended
+        self.asked: list[list[Request]] = []
+        self.tokenizer: Any = None
+
+    def __call__(self, requests: list[Request], step: int, greedily: bool) -> list[Completion]:
+        text = self.texts[len(self.asked)]
+        self.asked.append(requests)
+        tokens = self.tokenizer.encode(text)
+        log_probs = [-0.5] * len(tokens)
+        return [Completion(list(tokens), list(log_probs), self.ended) for _ in requests]
+
+
+def play(
+    answers: Answers, environments: Any, number: int = 1, **options: Any
+) -> list[Conversation]:
+    chat = chat_turns(read_template("chatml"), options.pop("reads_calls", False))
+    answers.tokenizer = chat.tokenizer
+    limits: dict[str, Any] = {
+        "turns": 3,
+        "max_new_tokens": 16,
+        "max_tokens": 256,
+        "max_length": 4096,
+        **options,
+    }
+    conversations = Conversations(answers, answers, environments, chat, seed=5, **limits)
+    starts = []
+    for index in range(number):
+        # Two episodes a group.
+        starts.append(Start(Request([7], (index // 2, index % 2)), {}))
+    played: Any = conversations.play(starts, step=4, greedily=False)
+    assert not environments.steps, "all are ended"
+    return list(played)
+
+
+GO_ON = Reply([{"role": "user", "content": "More."}], 0.5)
+DONE = Reply([{"role": "user", "content": "Well done."}], 1.0, done=True)
+
+
+def test_only_the_model_s_tokens_are_sampled_and_stay_as_they_were() -> None:
+    answers = Answers(["one<|im_end|>", "two<|im_end|>"])
+    (episode,) = play(answers, Scripted([GO_ON, DONE]))
+    tokenizer = answers.tokenizer
+    reply = "\n<|im_start|>user\nMore.<|im_end|>\n<|im_start|>assistant\n"
+    prompt = "<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(episode.prompt) == prompt
+    assert tokenizer.decode(episode.tokens) == f"one<|im_end|>{reply}two<|im_end|>"
+    sampled = [token for token, own in zip(episode.tokens, episode.sampled, strict=True) if own]
+    assert tokenizer.decode(sampled) == "one<|im_end|>two<|im_end|>"
+    for log_prob, own in zip(episode.log_probs, episode.sampled, strict=True):
+        assert log_prob == (-0.5 if own else 0.0)
+    # The second turn goes on from the very tokens of the first.
+    (first,), (second,) = answers.asked
+    assert first.tokens == episode.prompt
+    assert second.tokens == (episode.prompt + episode.tokens)[: len(second.tokens)]
+    assert (first.key, second.key) == ((0, 0, 0), (0, 0, 1))
+    assert [message["content"] for message in episode.messages] == [
+        "And?", "one", "More.", "two", "Well done.",
+    ]  # fmt: skip
+    assert (episode.reward, episode.turns, episode.ended) == (1.5, 2, True)
+    assert (episode.answer, episode.length) == ("two", len(sampled))
+
+
+@pytest.mark.parametrize(
+    ("replies", "ended", "options", "turns", "reward"),
+    [
+        # The turns are used up, a turn was cut, or another does not fit: the environment judges it.
+        ([GO_ON, GO_ON, GO_ON], True, {}, 3, 1.5),
+        ([GO_ON], False, {}, 1, 0.5),
+        ([GO_ON], True, {"max_tokens": 20}, 1, 0.5),
+    ],
+    ids=["turns", "cut", "room"],
+)
+def test_an_episode_is_cut(
+    replies: list[Reply], ended: bool, options: dict[str, Any], turns: int, reward: float
+) -> None:
+    answers = Answers(["one<|im_end|>"] * 3, ended)
+    (episode,) = play(answers, Scripted(replies), **options)
+    assert not episode.ended
+    assert (episode.turns, episode.reward, episode.failure) == (turns, reward, None)
+    assert episode.sampled[-1], "nothing of the environment stands at the end"
+
+
+@pytest.mark.parametrize(
+    ("environments", "failure"),
+    [
+        (Scripted([], Reply(failure="crashed")), "crashed"),
+        (Scripted([Reply(failure="timed out")]), "timed out"),
+        (Scripted([Reply()]), "returned no message"),
+        (Scripted([], Reply([{"role": "clown", "content": "x"}])), "refuses"),
+        (Scripted([Reply([{"role": "clown", "content": "x"}])]), "refuses"),
+    ],
+)
+def test_what_fails_ends_its_episode(environments: Any, failure: str) -> None:
+    (episode,) = play(Answers(["one<|im_end|>"] * 3), environments)
+    assert not episode.ended
+    assert failure in (episode.failure or "")
+    assert len(episode.prompt) > 0
+    assert len(episode.tokens) == len(episode.log_probs) == len(episode.sampled)
+
+
+def test_a_prompt_that_leaves_no_room_fails() -> None:
+    (episode,) = play(Answers([]), Scripted([]), max_length=257)
+    assert "data.max_length leaves 1 before max_tokens" in (episode.failure or "")
+    assert episode.prompt == [7]
+
+
+def test_a_group_begins_alike_and_goes_on_by_itself() -> None:
+    environments = Scripted([DONE])
+    play(Answers(["one<|im_end|>"]), environments, number=4)
+    begun, stepped = environments.seeds
+    assert begun[0] == begun[1] != begun[2] == begun[3]
+    assert len(set(stepped.values())) == 4
+
+
+def test_many_episodes_are_played_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drumline.rl.conversations.MOST_OF_RANK", 2)
+    environments = Scripted([DONE])
+    answers = Answers(["one<|im_end|>"] * 2)
+    episodes = play(answers, environments, number=3)
+    assert [len(requests) for requests in answers.asked] == [2, 1]
+    assert [episode.reward for episode in episodes] == [1.0] * 3
+
+
+def test_calls_reach_the_environment() -> None:
+    environments = Scripted([Reply(TOOL_RESULT, tool_calls=2, tool_errors=1), Reply(done=True)])
+    answers = Answers([f"{CALL}<|im_end|>", "3<|im_end|>"])
+    (episode,) = play(answers, environments, reads_calls=True, max_new_tokens=64)
+    (heard, _) = environments.heard[0]
+    assert heard["tool_calls"][0]["function"]["name"] == "add"
+    assert (episode.tool_calls, episode.tool_errors, episode.reward) == (2, 1, None)
+    assert episode.answer == "3"
+
+
+@pytest.mark.slow
+@pytest.mark.claim("all generators play episodes of several turns, by token ids")
+def test_all_generators_play_the_same_episodes(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    # Untied, as the server's own model is.
+    served = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    chat = chat_turns(read_template("chatml"), reads_calls=False)
+    options = {"max_new_tokens": 8, "stop": tuple("aeiou")}
+    played: list[list[Completion]] = []
+    with StubServer(served) as server:
+        url = {"url": server.url, "weights": "none"}
+        generators: list[Any] = [
+            HFGenerator(configs.HFGenerator(**options), model, tiny_tokenizer(), 5),
+            ContinuousGenerator(configs.ContinuousGenerator(**options), model, tiny_tokenizer(), 5),
+            RemoteVLLM(configs.VLLMGenerator(**url, **options), tiny_tokenizer(), 5),
+        ]
+        for generator in generators:
+            sample = partial(sample_by, generator)
+            environments: Any = Scripted([GO_ON, GO_ON, GO_ON])
+            conversations = Conversations(
+                sample, sample, environments, chat, 5, 3, 8, max_tokens=256, max_length=512
+            )
+            starts = [Start(Request([7], (index, 0)), {}) for index in range(12)]
+            played.append(conversations.play(starts, step=1, greedily=False))
+    expected = played[0]
+    turns = {episode.turns for episode in expected if isinstance(episode, Conversation)}
+    assert {1, 3} <= turns
+    for others in played[1:]:
+        for mine, theirs in zip(others, expected, strict=True):
+            assert mine.tokens == theirs.tokens
+            assert mine.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
+
+
+def sample_by(
+    generator: Any, requests: list[Request], step: int, greedily: bool
+) -> list[Completion]:
+    completions: list[Completion] = generator.generate(requests, step)
+    return completions
+
+
+def test_targets_are_the_sampled_tokens() -> None:
+    prompts = [np.asarray([5, 6]), np.asarray([5])]
+    completions = [np.asarray([1, 2, 3, 4]), np.asarray([8])]
+    sampled = [[True, False, False, True], [True]]
+    episodes = Episodes.start(prompts, completions, sampled=sampled)
+    assert episodes.mask_NM.tolist() == [[True, False, False, True], [True, False, False, False]]
+    batch = collate_episodes(episodes, [0, 1], 0, None)
+    assert batch.targets_BT[0].tolist() == [IGNORE, 1, IGNORE, IGNORE, 4, IGNORE]
+    trained_N = torch.ones(2, dtype=torch.bool)
+    by_sequence = episodes.weighted("sequence", 1, trained_N)
+    assert by_sequence.weights_NM[0].tolist() == [0.5, 0, 0, 0.5]
+    assert episodes.weighted("token", 1, trained_N).weight_N.tolist() == [2, 1]
+
+
+def test_advantages_pass_over_the_environment_s_tokens() -> None:
+    mask_NM = torch.tensor([[True, True, False, False, True], [True, False, True, False, False]])
+    draw = torch.Generator().manual_seed(0)
+    values_NM = torch.randn(2, 5, generator=draw)
+    rewards_NM = torch.randn(2, 5, generator=draw) * mask_NM
+    advantages_NM, returns_NM = gae(rewards_NM, values_NM, mask_NM, 0.9, 0.8)
+    for row in range(2):
+        own = mask_NM[row]
+        whole = torch.ones(1, int(own.sum()), dtype=torch.bool)
+        expected, expected_returns = gae(
+            rewards_NM[row, own][None], values_NM[row, own][None], whole, 0.9, 0.8
+        )
+        assert torch.equal(advantages_NM[row, own], expected[0])
+        assert torch.equal(returns_NM[row, own], expected_returns[0])
+        assert not advantages_NM[row, ~own].any()
+        assert not returns_NM[row, ~own].any()
+    placed_NM = place_at_last_token(torch.tensor([2.0, 3.0]), mask_NM)
+    assert placed_NM.tolist() == [[0, 0, 0, 0, 2], [0, 0, 3, 0, 0]]
+
+
+def test_reset_gets_the_row() -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    meta = {"prompt": "rendered", "domain": "d", "answer": "3", ROW_PROMPT: messages}
+    row = row_for_environment({**meta, "own columns": {"domain": "mine"}})
+    assert row == {
+        "prompt": messages, "messages": messages[:1], "domain": "mine", "answer": "3",
+    }  # fmt: skip
+    assert row_for_environment({**meta, ROW_PROMPT: "x"})["messages"] == [
+        {"role": "user", "content": "x"}
+    ]
+
+
+def algorithm(**options: Any) -> Any:
+    values = {
+        "data": {"train": [{"kind": "digits"}]},
+        "model": "gpt2",
+        "algorithm": {"kind": "grpo", **options},
+    }
+    return load_values(values, []).config.algorithm
+
+
+def test_keys_of_an_environment() -> None:
+    environment = {"kind": "class", "path": "a.py:A", "max_tokens": 100, "turns": 3}
+    made = algorithm(environment=environment)
+    assert [reward.kind for reward in made.rewards] == ["environment"]
+    assert (made.new_tokens, made.turns, algorithm().turns) == (100, 3, 1)
+    tools = {"kind": "tools", "functions": ["a.py:f"], "max_tokens": 100}
+    assert [reward.kind for reward in algorithm(environment=tools).rewards] == ["task"]
+    for options, line in (
+        ({"environment": {**environment, "max_tokens": 8}}, "has no room for a turn of"),
+        ({"environment": tools, "rewards": [{"kind": "environment"}]}, "kind: class"),
+        ({"environment": environment, "ahead": 1}, "all ranks meet after each turn"),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            algorithm(**options)

@@ -1,0 +1,151 @@
+"""Environments in real processes: what one that misbehaves costs, and what is refused before training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from drumline.config.rollouts import ClassEnvironment, ToolsEnvironment
+from drumline.errors import ConfigError
+from drumline.rl.environments import Environments, Reply, check_importable
+
+pytestmark = pytest.mark.slow
+
+
+def environment(path: str, timeout_seconds: float = 60.0, **options: Any) -> ClassEnvironment:
+    return ClassEnvironment(path=path, max_tokens=64, timeout_seconds=timeout_seconds, **options)
+
+
+@pytest.fixture
+def naughty() -> Iterator[Environments]:
+    environments = Environments(environment("tests.episodes:Naughty"), Path())
+    yield environments
+    environments.close()
+
+
+def replies_to(environments: Environments, dos: list[str]) -> list[Reply]:
+    """What environments reply to the first step, or to `reset` if that fails."""
+    rows = {number: {"do": do} for number, do in enumerate(dos)}
+    seeds = dict.fromkeys(rows, 7)
+    begun = environments.reset(rows, seeds)
+    messages = {}
+    for number, reply in begun.items():
+        if reply.failure is None:
+            assert reply.messages == [{"role": "user", "content": "hello"}]
+            messages[number] = {"role": "assistant", "content": "hm"}
+    stepped = environments.step(messages, seeds)
+    environments.end(list(rows))
+    return [stepped.get(number, begun[number]) for number in rows]
+
+
+def test_an_environment_that_fails_costs_its_episode_alone(naughty: Environments) -> None:
+    failures = {
+        "raise": "raised ValueError",
+        "exit": "ended its process (exit code 3)",
+        "crash": "crashed its process (SIGSEGV)",
+        "close": "wrote on a file descriptor that is not its own, or closed it",
+        "nan": "step returned nan as reward",
+        "text": "step returned a str as reward",
+        "pair": "step returned a tuple, not (messages, reward, done)",
+        "no role": "a message that is not {role: text, content: text}",
+        "reset raise": "raised ValueError",
+        "reset exit": "ended its process (exit code 3)",
+        "reset nothing": "reset returned no message",
+    }
+    replies = replies_to(naughty, ["well", *failures, "well"])
+    good = Reply([{"role": "user", "content": "go on"}], 1.0, False)
+    assert replies[0] == replies[-1] == good
+    for (do, failure), reply in zip(failures.items(), replies[1:-1], strict=True):
+        assert reply.failure is not None, do
+        # Where it closed its socket, how that looks depends on which call noticed it.
+        assert do == "close" or failure in reply.failure, (do, reply.failure)
+    assert replies_to(naughty, ["well"]) == [good]
+
+
+def test_an_environment_that_hangs_is_ended() -> None:
+    hanging = environment("tests.episodes:Naughty", timeout_seconds=1.0)
+    environments = Environments(hanging, Path())
+    (reply,) = replies_to(environments, ["hang"])
+    environments.close()
+    assert reply.failure == "timed out after 1 s"
+
+
+def test_random_numbers_depend_on_the_seed_alone(naughty: Environments) -> None:
+    first, second = replies_to(naughty, ["random", "random"])
+    assert first == second
+    assert replies_to(naughty, ["random"]) == [first]
+
+
+def test_nothing_is_left_behind(naughty: Environments) -> None:
+    replies_to(naughty, ["well"])
+    naughty.reset({0: {"do": "well"}, 1: {"do": "well"}}, {0: 0, 1: 0})
+    guard = psutil.Process(naughty._server.process.pid)
+    family = guard.children(recursive=True)
+    assert len(family) == 3, "the process that imports, and two forks"
+    naughty.end([0, 1])
+    assert len(guard.children(recursive=True)) == 1
+    naughty.reset({0: {"do": "well"}}, {0: 0})
+    family = guard.children(recursive=True)
+    naughty.close()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+
+
+def test_the_process_that_imports_is_replaced(naughty: Environments) -> None:
+    replies_to(naughty, ["well"])
+    guard = psutil.Process(naughty._server.process.pid)
+    (server,) = guard.children()
+    server.kill()
+    deadline = time.monotonic() + 10
+    while naughty._server.is_alive and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (reply,) = replies_to(naughty, ["well"])
+    assert reply.failure is None
+
+
+TOOLS = '''
+import os, time
+
+def double(number: int) -> int:
+    """Double a number."""
+    return 2 * number
+'''
+
+
+def test_tools_answer_calls(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TOOLS)
+    config = ToolsEnvironment(functions=("mine.py:double",), max_tokens=64)
+    (schema,) = check_importable(config, tmp_path)
+    assert schema["function"]["name"] == "double"
+    environments = Environments(config, tmp_path)
+    question = [{"role": "user", "content": "2 * 4?"}]
+    assert environments.reset({0: {"messages": question}}, {0: 0})[0].messages == question
+    call = {"function": {"name": "double", "arguments": {"number": 4}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call], "unread_calls": ["no"]}
+    reply = environments.step({0: message}, {0: 0})[0]
+    assert [each["content"] for each in reply.messages] == ["8", "error: no"]
+    assert (reply.tool_calls, reply.tool_errors, reply.done) == (2, 1, False)
+    last = environments.step({0: {"role": "assistant", "content": "8"}}, {0: 0})[0]
+    assert last == Reply(done=True)
+    environments.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "line"),
+    [
+        ("tests.episodes:None_", {}, "has no class 'None_'"),
+        ("tests.episodes:random", {}, "is no class"),
+        ("pathlib:Path", {}, "has no method reset"),
+        ("tests.episodes:Vowels", {"size": 3}, "cannot be made with the options"),
+    ],
+)
+def test_what_cannot_be_an_environment_is_refused(
+    path: str, options: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ConfigError, match=line):
+        check_importable(environment(path, options=options), Path())
