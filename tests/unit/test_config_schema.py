@@ -94,7 +94,7 @@ PLACES = sorted(
     {
         place
         for place in short_places()
-        if place[0] != "data" and not place[-1].endswith(("model", "new_tokens"))
+        if place[0] != "data" and not place[-1].endswith(("model", "new_tokens", "teacher"))
     }
 )
 

@@ -60,7 +60,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
         if kind:
             numbers: dict[str, Any] = {name: number for number, name in enumerate(each.names(), 1)}
             made[kind] = log.emit(each(metrics={"own": [1.5]}, **numbers))
-    assert {event.kind: event for event in read(tmp_path / "e.jsonl")} == made and len(made) == 27
+    assert {event.kind: event for event in read(tmp_path / "e.jsonl")} == made and len(made) == 28
     assert KINDS["hang"] is watched.Hang
     line = json.loads((tmp_path / "e.jsonl").read_text().splitlines()[list(made).index("replan")])
     own = {"from": 1, "to": 2, "why": 3, "predicted_bytes": 4, "plan": 5, "step": 6, "own": [1.5]}

@@ -178,8 +178,8 @@ class _Hosts:
 
     def plan(self, nodes: int) -> Rented:
         """Return the best plan on so many hosts, of the families that were near the best."""
-        has_several = nodes > 1
-        if not any((planned > 1) == has_several for planned in self._whole):
+        spans_hosts = nodes > 1
+        if not any((planned > 1) == spans_hosts for planned in self._whole):
             return self.plan_whole(nodes)
         changed = self._on_hosts(nodes)
         among = []

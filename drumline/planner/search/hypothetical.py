@@ -88,8 +88,8 @@ def what_if(question: Question, rows: Sequence[Changes]) -> tuple[Answer, ...]:
         if answer is None:
             answer = search(replace(question, cluster=cluster))
             searched.append((without_price, answer))
-        asked = replace(answer.question, cluster=cluster)
-        answers.append(replace(answer, question=asked))
+        own_question = replace(answer.question, cluster=cluster)
+        answers.append(replace(answer, question=own_question))
     return tuple(answers)
 
 
