@@ -812,7 +812,7 @@ CASES += [
             "compile": {"enabled": True},
             "memory": {"activation_checkpointing": "full"},
         },
-        ("ep 2", "fsdp2 2 x ep 2", "ep 2 x cp 2", "ep 2 x tp 2"),
+        ("ep 2", "fsdp2 2 x ep 2"),
         "mixtral",
     ),
     Case(
