@@ -670,6 +670,7 @@ class Episodes:
         weight_N: weights of the episodes in the denominator of the loss.
         ended_N: bool, true if the completion was not cut before its end.
         images: the paths and grids of each prompt's images, see `data.image_rows`.
+        sampled: `mask_NM` without its padding, by episode; None: all tokens were sampled.
     """
 
     prompts: list[TokenIds]
@@ -685,6 +686,7 @@ class Episodes:
     weight_N: torch.Tensor
     ended_N: torch.Tensor
     images: Sequence[PromptImageMeta]
+    sampled: Sequence[Sequence[bool]] | None
 
     @classmethod
     def start(
@@ -723,6 +725,7 @@ class Episodes:
             weight_N=torch.zeros(count),
             ended_N=torch.tensor(list(ended)),
             images=images or [{}] * count,
+            sampled=sampled,
             **zeros,
         )
 
@@ -846,7 +849,10 @@ def episode_rows(episodes: Episodes, picks: Sequence[int]) -> list[Sequence[Segm
             completion = episodes.completions[pick]
             # The targets are the tokens that the policy has sampled.
             learn = np.zeros(len(prompt) + len(completion), np.uint8)
-            learn[len(prompt) :] = episodes.mask_NM[pick, : len(completion)].numpy()
+            if episodes.sampled is None:
+                learn[len(prompt) :] = 1
+            else:
+                learn[len(prompt) :] = episodes.sampled[pick]
             rows.append([(np.concatenate([prompt, completion]), learn)])
     return rows
 
