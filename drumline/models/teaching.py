@@ -20,11 +20,11 @@ from drumline.models.choices import Choices, choice_log_probs, linear_choice_log
 from drumline.models.containers import product_dtype
 from drumline.models.divergence import Divergence, kl, sum_entries
 from drumline.models.losses import (
-    FP16_SCALE,
     HeadGradients,
     LinearHead,
     VocabularyPart,
     cast_head,
+    fp16_scale,
     largest_logit,
     rows_in_chunk,
     scaled_logits,
@@ -188,9 +188,6 @@ class _StatesDivergence(torch.autograd.Function):
         precise = torch.promote_types(dtype, torch.float32)
         temperature = comparison.temperature
         chunk = rows_in_chunk(comparison.chunk, rows_M)
-        scale = None
-        if dtype == torch.float16:
-            scale = FP16_SCALE
         wants = [is_grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
         grads = HeadGradients(hidden_ND, weight_VD, bias_V, wants, precise)
         total = _summed_over_parts(part)
@@ -219,7 +216,12 @@ class _StatesDivergence(torch.autograd.Function):
                 loss, grad = comparison.divergence.loss_and_gradient(student, taught, total)
                 loss_sum += loss.sum()
                 # From logits / temperature to logits.
-                grads.add(rows, grad.div_(temperature), hidden, weight, scale)
+                grad = grad.div_(temperature)
+                scale = None
+                if dtype == torch.float16:
+                    # Its entries have no limit: log Q − log P may be large, and 1 / temperature.
+                    scale = fp16_scale(grad)
+                grads.add(rows, grad, hidden, weight, scale)
         ctx.save_for_backward(*grads.total(part))
         bias_dtype = None
         if bias_V is not None:
