@@ -266,7 +266,7 @@ class TeacherLoaders:
         tokens = int(first_tokens[-1])
         ids: Any = None
         log_probs: Any = None
-        with self._table_folder(path) as folder:
+        with _table_folder(path) as folder:
             for sample, packed in answers:
                 choices = packed.shape[1] // 2
                 if ids is None:
@@ -277,20 +277,14 @@ class TeacherLoaders:
                 here = slice(*first_tokens[sample : sample + 2].tolist())
                 ids[here] = packed[:, :choices]
                 log_probs[here] = packed[:, choices:]
-            ids.flush()
-            log_probs.flush()
-            rename_unless_there(
-                folder,
-                path,
-                lambda: ChoiceTable.open(path, cache, self.teaching.top_k) is not None,
-            )
-
-    def _table_folder(self, path: Path) -> contextlib.AbstractContextManager[Path]:
-        """Return the temporary folder in which the table at `path` is made."""
-        root = path.parent
-        with disk_errors("cannot be written", str(root), EnvironmentFault, "set data.cache_dir"):
-            root.mkdir(parents=True, exist_ok=True)
-        return temporary_folder(root)
+            with _errors_of_disk(path.parent):
+                ids.flush()
+                log_probs.flush()
+                rename_unless_there(
+                    folder,
+                    path,
+                    lambda: ChoiceTable.open(path, cache, self.teaching.top_k) is not None,
+                )
 
     def _answers(
         self, teacher: FrozenTeacher, cache: TokenCache
@@ -330,9 +324,26 @@ def _split_by_sample(
     return parts
 
 
+def _errors_of_disk(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Return a context that raises EnvironmentFault if a folder cannot be written."""
+    return disk_errors("cannot be written", str(folder), EnvironmentFault, "set data.cache_dir")
+
+
+@contextlib.contextmanager
+def _table_folder(path: Path) -> Iterator[Path]:
+    """Yield the temporary folder in which the table at `path` is made.
+
+    Raises EnvironmentFault if there can be none: the cache may be another user's.
+    """
+    with contextlib.ExitStack() as stack:
+        with _errors_of_disk(path.parent):
+            folder = stack.enter_context(temporary_folder(path.parent))
+        yield folder
+
+
 def _new_array(path: Path, dtype: Any, shape: tuple[int, int]) -> Any:
     """Return the memory map of a new .npy file. Raises EnvironmentFault if the disk is too full."""
-    with disk_errors("cannot be written", str(path.parent), EnvironmentFault, "set data.cache_dir"):
+    with _errors_of_disk(path.parent):
         array = np.lib.format.open_memmap(path, "w+", dtype, shape)
         if hasattr(os, "posix_fallocate"):
             # The file has holes so far. A write into one of a full disk would kill the process.

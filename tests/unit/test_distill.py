@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drumline.config.load import load_text
-from drumline.errors import ConfigError
+from drumline.errors import ConfigError, EnvironmentFault
 from drumline.models.choices import (
     Choices,
     choice_log_probs,
@@ -26,6 +28,7 @@ from drumline.models.teaching import Comparison, TeacherStates
 from drumline.plan.plan import Plan
 from drumline.planner.cost.compute import scoring_flops
 from drumline.planner.cost.memory import memory
+from drumline.train import teachers
 from drumline.train.replan import planning_question
 from tests.harness import write_config
 from tests.plans import resolve_plan
@@ -203,6 +206,23 @@ def test_large_gradients_of_logits_stay_finite_in_fp16(kind: DivergenceKind) -> 
         # The temperature makes twenty times as much of what rounding takes from logits.
         difference = (mine.float() - theirs).norm()
         assert difference <= 0.25 * theirs.norm()
+
+
+def test_a_cache_that_cannot_be_written_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be another user's."""
+
+    def refuse(root: Path) -> contextlib.AbstractContextManager[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(teachers, "temporary_folder", refuse)
+    with (
+        pytest.raises(EnvironmentFault, match="cannot be written: Permission denied") as refused,
+        teachers._table_folder(tmp_path / "teachers" / "key"),
+    ):
+        pass
+    assert "set data.cache_dir" in refused.value.line()
 
 
 def test_a_student_has_no_row_for_the_padding_of_its_teacher() -> None:
