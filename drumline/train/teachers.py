@@ -166,6 +166,9 @@ class TeacherLoaders:
     loaders: DataLoaders
     emit: events.Emit
     stop_flag: StopFlag
+    # How the teacher is asked about the samples of each cache folder. The first call fills it. After
+    # a rollback another one finds it filled: a live teacher would be a second model.
+    ask_by_folder: dict[str, Ask]
 
     @property
     def teaching(self) -> TeachingSpec:
@@ -181,11 +184,12 @@ class TeacherLoaders:
         """
         data = self.plan.data
         assert data is not None, "workers get plans of prepared data"
-        ask_for_folder = self._ask_by_folder(data)
-        training = with_teacher(self.loaders.training, ask_for_folder[data.train_cache])
+        if not self.ask_by_folder:
+            self.ask_by_folder.update(self._find_ask_by_folder(data))
+        training = with_teacher(self.loaders.training, self.ask_by_folder[data.train_cache])
         held_out = {}
         for name, batches in self.loaders.held_out.items():
-            ask = ask_for_folder[data.eval_caches[name]]
+            ask = self.ask_by_folder[data.eval_caches[name]]
             held_out[name] = self._add_to_held_out(batches, ask)
         return replace(self.loaders, training=training, held_out=held_out)
 
@@ -193,7 +197,7 @@ class TeacherLoaders:
         """Return a function that returns the batches of an evaluation set, taught."""
         return lambda: with_teacher(batches(), ask)
 
-    def _ask_by_folder(self, data: DataPlan) -> dict[str, Ask]:
+    def _find_ask_by_folder(self, data: DataPlan) -> dict[str, Ask]:
         """Return how the teacher is asked about the samples of each cache folder. Collective."""
         folders = {"train": data.train_cache}
         for name, folder in data.eval_caches.items():
