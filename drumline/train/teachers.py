@@ -36,7 +36,7 @@ from drumline.dist.reduce import from_all, sum_over_ranks
 from drumline.dist.start import RankInfo
 from drumline.engine.build import build_engine
 from drumline.engine.engine import Engine
-from drumline.errors import EnvironmentFault, Preempted
+from drumline.errors import EnvironmentFault, ModelError, Preempted
 from drumline.foreign import disk_errors
 from drumline.models.choices import Choices
 from drumline.models.load import load_config
@@ -295,7 +295,7 @@ class TeacherLoaders:
     ) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
         """Yield the packed choices of each sample of a cache, on every rank. Collective.
 
-        Raises Preempted after a stop signal.
+        Raises Preempted after a stop signal, and ModelError on all ranks for what is no number.
         """
         is_counted = self.plan.mesh.is_counted(self.ranks.rank)
         for batch in self.loaders.batches_of_folder(str(cache.folder)):
@@ -310,7 +310,9 @@ class TeacherLoaders:
                 for micro_batch, packed_MJ in zip(batch.micro_batches, packed, strict=True):
                     mine += _split_by_sample(micro_batch.samples, packed_MJ, cache)
             for answers in from_all(mine):
-                yield from answers
+                for sample, packed_of_sample in answers:
+                    _require_finite(packed_of_sample)
+                    yield sample, packed_of_sample
 
 
 def _split_by_sample(
@@ -326,6 +328,16 @@ def _split_by_sample(
             parts.append((sample, packed[start:stop]))
             start = stop
     return parts
+
+
+def _require_finite(packed_MJ: npt.NDArray[np.float32]) -> None:
+    """Raise ModelError for a teacher's NaN or infinity, which a table would keep for later runs."""
+    if not np.isfinite(packed_MJ).all():
+        raise ModelError(
+            "some of its log-probabilities are NaN or infinite",
+            where="algorithm.teacher",
+            fix="use precision=bf16 or fp32, or another teacher",
+        )
 
 
 def _errors_of_disk(folder: Path) -> contextlib.AbstractContextManager[None]:

@@ -8,12 +8,13 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from drumline.config.load import load_text
-from drumline.errors import ConfigError, EnvironmentFault
+from drumline.errors import ConfigError, EnvironmentFault, ModelError
 from drumline.models.choices import (
     Choices,
     choice_log_probs,
@@ -223,6 +224,17 @@ def test_a_cache_that_cannot_be_written_is_refused_in_one_line(
     ):
         pass
     assert "set data.cache_dir" in refused.value.line()
+
+
+def test_what_is_no_number_is_kept_in_no_table() -> None:
+    """fp16 overflows in models that were trained in bf16. Later runs would find the table."""
+    packed = np.zeros((3, 5), np.float32)
+    teachers._require_finite(packed)
+    teachers._require_finite(packed[:0])
+    packed[1, 4] = np.nan
+    with pytest.raises(ModelError, match="NaN or infinite") as refused:
+        teachers._require_finite(packed)
+    assert "algorithm.teacher" in refused.value.line()
 
 
 def test_a_student_has_no_row_for_the_padding_of_its_teacher() -> None:
