@@ -139,4 +139,7 @@ def round_stochastically(value: torch.Tensor, drawn: torch.Tensor) -> torch.Tens
     # Adding up to 2^16 - 1 carries into the last bit that stays with just that probability. So it
     # does for negative values: the sign is a bit of its own, and the magnitude grows.
     carried = value.view(torch.int32) + drawn
-    return carried.bitwise_and_(-least_kept).view(torch.float32)
+    rounded = carried.bitwise_and_(-least_kept).view(torch.float32)
+    # A GPU's NaN has all bits of a magnitude set. One more carries into the sign and leaves 0, so a
+    # lost weight would look like a number.
+    return rounded.masked_fill_(value.isnan(), torch.nan)

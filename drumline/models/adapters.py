@@ -49,7 +49,7 @@ from drumline.models.blocks import (
 )
 from drumline.models.classes import ends_in_hidden_states, is_seq2seq, reads_images
 from drumline.models.packed import PackedLinear, PackedTensor, packings_of
-from drumline.models.parts import is_part, names_in_part
+from drumline.models.parts import is_part, names_in_part, unread_names
 from drumline.models.scores import extra_heads
 from drumline.plan.facts import has_ending
 
@@ -150,9 +150,9 @@ def _drop_trained_layers(
 def _linear_layers(model: Any, with_tower: bool) -> dict[str, Any]:
     """Return name → linear layer (also GPT-2's Conv1D) of the blocks.
 
-    If a model declares no blocks these are all linear layers but its head. Routers of experts are
-    left out: they stay frozen. `with_tower`: whether the layers of a vision tower are included.
-    They only get adapters if a user names layers.
+    If a model declares no blocks these are all linear layers but its head. Those of
+    `_modules_without_adapters` are left out. `with_tower`: whether the layers of a vision tower are
+    included. They only get adapters if a user names layers.
     """
     from drumline.vendor.transformers import Conv1D
 
@@ -169,13 +169,24 @@ def _linear_layers(model: Any, with_tower: bool) -> dict[str, Any]:
         names = [name for name, _ in model.named_modules()]
         for name in names_in_part(model, "projector", names, WHERE):
             inside.add(id(model.get_submodule(name)))
-    for module in model.modules():
-        if "Router" in type(module).__name__:
-            inside -= {id(part) for part in module.modules()}
+    for module in _modules_without_adapters(model):
+        inside -= {id(part) for part in module.modules()}
     found = {}
     for name, module in model.named_modules():
         if id(module) in inside and isinstance(module, nn.Linear | Conv1D):
             found[name] = module
+    return found
+
+
+def _modules_without_adapters(model: Any) -> list[nn.Module]:
+    """Return the routers of experts, which stay frozen, and the modules that the model does not read.
+
+    The latter would get no gradients.
+    """
+    found = [model.get_submodule(name) for name in unread_names(model)]
+    for module in model.modules():
+        if "Router" in type(module).__name__:
+            found.append(module)
     return found
 
 
@@ -257,7 +268,12 @@ def find_targets(model: Any, adapter: LoRAConfig) -> tuple[dict[str, list[str]],
     Raises ModelError for a layer, module or token that the model does not have, and for what an
     embedding, a head or experts cannot get.
     """
-    trained = _parameters_below(model, adapter.modules_to_save)
+    unread = tuple(f"{name}." for name in unread_names(model))
+    trained = set()
+    for name in _parameters_below(model, adapter.modules_to_save):
+        # Weights that the model does not read would get no gradients.
+        if not name.startswith(unread):
+            trained.add(name)
     names = {NAME: target_names(model, adapter, trained)}
     for adapter_name, options in adapter.more.items():
         names[adapter_name] = target_names(model, options, trained)

@@ -20,11 +20,11 @@ from drumline.models.choices import Choices, choice_log_probs, linear_choice_log
 from drumline.models.containers import product_dtype
 from drumline.models.divergence import Divergence, kl, sum_entries
 from drumline.models.losses import (
-    FP16_SCALE,
     HeadGradients,
     LinearHead,
     VocabularyPart,
     cast_head,
+    fp16_scale,
     largest_logit,
     rows_in_chunk,
     scaled_logits,
@@ -73,10 +73,13 @@ class Comparison:
     def of_logits(
         self, logits_NV: Tensor, rows_M: Tensor, teacher: Teacher
     ) -> tuple[Tensor, Tensor]:
-        """Return the sums of `of_head` from whole logits of the student, by autograd."""
+        """Return the sums of `of_head` from whole logits of the student, by autograd.
+
+        Collective if the teacher's head has a part of the rows.
+        """
         logits_MV = logits_NV[rows_M]
         if isinstance(teacher, TeacherStates):
-            teacher_logits_MV = _teacher_logits(teacher, self.temperature)
+            teacher_logits_MV = _teacher_logits(teacher, self.temperature, logits_MV.shape[1])
             entries = min(logits_MV.shape[1], teacher_logits_MV.shape[1])
             teacher_MV = teacher_logits_MV[:, :entries].log_softmax(-1)
             precise = torch.promote_types(logits_MV.dtype, torch.float32)
@@ -107,12 +110,25 @@ class Comparison:
         return loss_M.sum(), kl_M.sum()
 
 
-def _teacher_logits(teacher: TeacherStates, temperature: float) -> Tensor:
-    """Return the logits of a teacher at all its tokens, divided by the temperature, fp32[M, V]."""
+def _teacher_logits(teacher: TeacherStates, temperature: float, entries: int) -> Tensor:
+    """Return the logits of a teacher at all its tokens, divided by the temperature, fp32[M, V].
+
+    `entries`: those of the student's vocabulary. If the teacher's head has a part of the rows, both
+    models have as many entries. Collective then.
+    """
     dtype = product_dtype(teacher.hidden_ME)
+    head = teacher.head
     with torch.autocast(teacher.hidden_ME.device.type, enabled=False):
-        weight, bias = cast_head(teacher.head.weight_VD, teacher.head.bias_V, dtype)
-        return scaled_logits(teacher.hidden_ME.to(dtype), weight, bias, temperature)
+        weight, bias = cast_head(head.weight_VD, head.bias_V, dtype)
+        logits = scaled_logits(teacher.hidden_ME.to(dtype), weight, bias, temperature)
+    if head.part is None:
+        return logits
+    # A student that scales its logits has all of them on each rank.
+    whole_MV = logits.new_zeros((len(logits), entries))
+    stop = head.part.first + logits.shape[1]
+    whole_MV[:, head.part.first : stop] = logits
+    dist.all_reduce(whole_MV, group=head.part.group)
+    return whole_MV
 
 
 def _states_sums(
@@ -172,9 +188,6 @@ class _StatesDivergence(torch.autograd.Function):
         precise = torch.promote_types(dtype, torch.float32)
         temperature = comparison.temperature
         chunk = rows_in_chunk(comparison.chunk, rows_M)
-        scale = None
-        if dtype == torch.float16:
-            scale = FP16_SCALE
         wants = [is_grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
         grads = HeadGradients(hidden_ND, weight_VD, bias_V, wants, precise)
         total = _summed_over_parts(part)
@@ -203,7 +216,12 @@ class _StatesDivergence(torch.autograd.Function):
                 loss, grad = comparison.divergence.loss_and_gradient(student, taught, total)
                 loss_sum += loss.sum()
                 # From logits / temperature to logits.
-                grads.add(rows, grad.div_(temperature), hidden, weight, scale)
+                grad = grad.div_(temperature)
+                scale = None
+                if dtype == torch.float16:
+                    # Its entries have no limit: log Q − log P may be large, and 1 / temperature.
+                    scale = fp16_scale(grad)
+                grads.add(rows, grad, hidden, weight, scale)
         ctx.save_for_backward(*grads.total(part))
         bias_dtype = None
         if bias_V is not None:

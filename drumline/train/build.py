@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,11 +34,11 @@ from drumline.telemetry.measure import Measure, process_bytes
 from drumline.telemetry.traffic import Traffic
 from drumline.train.data_loaders import Batches, DataLoaders, FirstPass, build_data_loaders
 from drumline.train.loop import Loop
-from drumline.train.references import Reference
+from drumline.train.references import Reference, ScoreBatches
 from drumline.train.restore import ResumePoint, checkpointer_of, memory_checkpoints_of, metric_order
 from drumline.train.saving import Saver
 from drumline.train.state import Goodput, TrainState
-from drumline.train.teachers import TeacherLoaders
+from drumline.train.teachers import Ask, TeacherLoaders
 from drumline.train.timeouts import CollectiveTimeout
 
 
@@ -208,6 +208,9 @@ class DataSource:
     reducer: SumReducer
     emit: Emit
     stop_flag: StopFlag
+    # What answers for a reference or a teacher, which is kept when the loaders are built again.
+    scores_by_folder: dict[str, ScoreBatches] = field(default_factory=dict)
+    ask_by_folder: dict[str, Ask] = field(default_factory=dict)
 
     def data_loaders_from(self, position: int, is_new: bool) -> DataLoaders:
         """Return the data loaders from a position on, with a reference's or first pass's numbers.
@@ -232,6 +235,7 @@ class DataSource:
                 loaders,
                 self.emit,
                 self.stop_flag,
+                self.ask_by_folder,
             )
             loaders = teacher.add_to_data_loaders()
         elif self.plan.config.algorithm.reference_of(self.plan.config) != "none":
@@ -245,6 +249,7 @@ class DataSource:
                 is_new,
                 self.emit,
                 self.stop_flag,
+                self.scores_by_folder,
             )
             loaders = reference.add_to_data_loaders()
         extract = self.algorithm.first_pass

@@ -42,8 +42,6 @@ from drumline.train.data_loaders import Batches, DataLoaders
 
 # Takes micro-batches, and returns the scores of each one, fp64[B].
 ScoreBatches = Callable[[list[Any]], list[torch.Tensor]]
-# Takes a cache folder, and returns the function that scores the folder's pairs.
-ScoreFunctionOfFolder = Callable[[str], ScoreBatches]
 # A part of the tables' names. To be raised if the same models and pairs give other numbers.
 VERSION = 2
 KEY_DIGITS = 16
@@ -63,6 +61,9 @@ class Reference:
     is_untrained: bool
     emit: events.Emit
     stop_flag: StopFlag
+    # How the pairs of each cache folder are scored. The first call fills it. After a rollback
+    # another one finds it filled: a live reference would be a second model.
+    scores_by_folder: dict[str, ScoreBatches]
 
     def add_to_data_loaders(self) -> DataLoaders:
         """Return the data loaders with the reference's log-probabilities in every batch.
@@ -71,12 +72,13 @@ class Reference:
         """
         data = self.plan.data
         assert data is not None, "workers get plans of prepared data"
-        score_function_of = self._score_function_by_folder(data)
-        score_training = score_function_of(data.train_cache)
+        if not self.scores_by_folder:
+            self.scores_by_folder.update(self._find_scores_by_folder(data))
+        score_training = self.scores_by_folder[data.train_cache]
         training = with_reference(self.loaders.training, score_training, self.algorithm.first_batch)
         held_out = {}
         for name, batches in self.loaders.held_out.items():
-            score = score_function_of(data.eval_caches[name])
+            score = self.scores_by_folder[data.eval_caches[name]]
             held_out[name] = self._add_to_held_out(batches, score)
         return replace(self.loaders, training=training, held_out=held_out)
 
@@ -84,24 +86,27 @@ class Reference:
         """Return a function that returns the batches of an evaluation set with their scores."""
         return lambda: with_reference(batches(), score, self.algorithm.first_batch)
 
-    def _score_function_by_folder(self, data: DataPlan) -> ScoreFunctionOfFolder:
-        """Return a function that takes a cache folder and returns how its pairs are scored.
+    def _find_scores_by_folder(self, data: DataPlan) -> dict[str, ScoreBatches]:
+        """Return how the pairs of each cache folder are scored.
 
         That is by the policy without its adapter, by a frozen model, or by a look-up in the
         precomputed table of the folder. Collective: a model may be built, or a table computed.
         """
-        kind = self.plan.config.algorithm.reference_of(self.plan.config)
-        if kind == "adapter":
-            return lambda folder: self._score_without_adapter
-        if kind == "live":
-            frozen = build_engine(self.plan, self.device, role="reference")
-            return lambda folder: lambda batches: frozen.infer(batches, self.algorithm.score)
         folders = {"train": data.train_cache}
         for name, folder in data.eval_caches.items():
             # The one set of a config that names none has the name "".
             folders[f"eval-{name}".rstrip("-")] = folder
-        tables = self._load_or_build_tables(folders)
-        return lambda folder: partial(_look_up, tables[folder])
+        kind = self.plan.config.algorithm.reference_of(self.plan.config)
+        if kind == "adapter":
+            return dict.fromkeys(folders.values(), self._score_without_adapter)
+        if kind == "live":
+            frozen = build_engine(self.plan, self.device, role="reference")
+            score = partial(frozen.infer, extract=self.algorithm.score)
+            return dict.fromkeys(folders.values(), score)
+        scores: dict[str, ScoreBatches] = {}
+        for folder, table in self._load_or_build_tables(folders).items():
+            scores[folder] = partial(_look_up, table)
+        return scores
 
     def _score_without_adapter(self, batches: list[Any]) -> list[torch.Tensor]:
         """Score by the policy without its adapter, which is the model before training."""

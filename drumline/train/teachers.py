@@ -36,7 +36,7 @@ from drumline.dist.reduce import from_all, sum_over_ranks
 from drumline.dist.start import RankInfo
 from drumline.engine.build import build_engine
 from drumline.engine.engine import Engine
-from drumline.errors import EnvironmentFault, Preempted
+from drumline.errors import EnvironmentFault, ModelError, Preempted
 from drumline.foreign import disk_errors
 from drumline.models.choices import Choices
 from drumline.models.load import load_config
@@ -166,6 +166,9 @@ class TeacherLoaders:
     loaders: DataLoaders
     emit: events.Emit
     stop_flag: StopFlag
+    # How the teacher is asked about the samples of each cache folder. The first call fills it. After
+    # a rollback another one finds it filled: a live teacher would be a second model.
+    ask_by_folder: dict[str, Ask]
 
     @property
     def teaching(self) -> TeachingSpec:
@@ -181,11 +184,12 @@ class TeacherLoaders:
         """
         data = self.plan.data
         assert data is not None, "workers get plans of prepared data"
-        ask_for_folder = self._ask_by_folder(data)
-        training = with_teacher(self.loaders.training, ask_for_folder[data.train_cache])
+        if not self.ask_by_folder:
+            self.ask_by_folder.update(self._find_ask_by_folder(data))
+        training = with_teacher(self.loaders.training, self.ask_by_folder[data.train_cache])
         held_out = {}
         for name, batches in self.loaders.held_out.items():
-            ask = ask_for_folder[data.eval_caches[name]]
+            ask = self.ask_by_folder[data.eval_caches[name]]
             held_out[name] = self._add_to_held_out(batches, ask)
         return replace(self.loaders, training=training, held_out=held_out)
 
@@ -193,7 +197,7 @@ class TeacherLoaders:
         """Return a function that returns the batches of an evaluation set, taught."""
         return lambda: with_teacher(batches(), ask)
 
-    def _ask_by_folder(self, data: DataPlan) -> dict[str, Ask]:
+    def _find_ask_by_folder(self, data: DataPlan) -> dict[str, Ask]:
         """Return how the teacher is asked about the samples of each cache folder. Collective."""
         folders = {"train": data.train_cache}
         for name, folder in data.eval_caches.items():
@@ -266,7 +270,7 @@ class TeacherLoaders:
         tokens = int(first_tokens[-1])
         ids: Any = None
         log_probs: Any = None
-        with self._table_folder(path) as folder:
+        with _table_folder(path) as folder:
             for sample, packed in answers:
                 choices = packed.shape[1] // 2
                 if ids is None:
@@ -277,27 +281,21 @@ class TeacherLoaders:
                 here = slice(*first_tokens[sample : sample + 2].tolist())
                 ids[here] = packed[:, :choices]
                 log_probs[here] = packed[:, choices:]
-            ids.flush()
-            log_probs.flush()
-            rename_unless_there(
-                folder,
-                path,
-                lambda: ChoiceTable.open(path, cache, self.teaching.top_k) is not None,
-            )
-
-    def _table_folder(self, path: Path) -> contextlib.AbstractContextManager[Path]:
-        """Return the temporary folder in which the table at `path` is made."""
-        root = path.parent
-        with disk_errors("cannot be written", str(root), EnvironmentFault, "set data.cache_dir"):
-            root.mkdir(parents=True, exist_ok=True)
-        return temporary_folder(root)
+            with _errors_of_disk(path.parent):
+                ids.flush()
+                log_probs.flush()
+                rename_unless_there(
+                    folder,
+                    path,
+                    lambda: ChoiceTable.open(path, cache, self.teaching.top_k) is not None,
+                )
 
     def _answers(
         self, teacher: FrozenTeacher, cache: TokenCache
     ) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
         """Yield the packed choices of each sample of a cache, on every rank. Collective.
 
-        Raises Preempted after a stop signal.
+        Raises Preempted after a stop signal, and ModelError on all ranks for what is no number.
         """
         is_counted = self.plan.mesh.is_counted(self.ranks.rank)
         for batch in self.loaders.batches_of_folder(str(cache.folder)):
@@ -312,7 +310,9 @@ class TeacherLoaders:
                 for micro_batch, packed_MJ in zip(batch.micro_batches, packed, strict=True):
                     mine += _split_by_sample(micro_batch.samples, packed_MJ, cache)
             for answers in from_all(mine):
-                yield from answers
+                for sample, packed_of_sample in answers:
+                    _require_finite(packed_of_sample)
+                    yield sample, packed_of_sample
 
 
 def _split_by_sample(
@@ -330,9 +330,36 @@ def _split_by_sample(
     return parts
 
 
+def _require_finite(packed_MJ: npt.NDArray[np.float32]) -> None:
+    """Raise ModelError for a teacher's NaN or infinity, which a table would keep for later runs."""
+    if not np.isfinite(packed_MJ).all():
+        raise ModelError(
+            "some of its log-probabilities are NaN or infinite",
+            where="algorithm.teacher",
+            fix="use precision=bf16 or fp32, or another teacher",
+        )
+
+
+def _errors_of_disk(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Return a context that raises EnvironmentFault if a folder cannot be written."""
+    return disk_errors("cannot be written", str(folder), EnvironmentFault, "set data.cache_dir")
+
+
+@contextlib.contextmanager
+def _table_folder(path: Path) -> Iterator[Path]:
+    """Yield the temporary folder in which the table at `path` is made.
+
+    Raises EnvironmentFault if there can be none: the cache may be another user's.
+    """
+    with contextlib.ExitStack() as stack:
+        with _errors_of_disk(path.parent):
+            folder = stack.enter_context(temporary_folder(path.parent))
+        yield folder
+
+
 def _new_array(path: Path, dtype: Any, shape: tuple[int, int]) -> Any:
     """Return the memory map of a new .npy file. Raises EnvironmentFault if the disk is too full."""
-    with disk_errors("cannot be written", str(path.parent), EnvironmentFault, "set data.cache_dir"):
+    with _errors_of_disk(path.parent):
         array = np.lib.format.open_memmap(path, "w+", dtype, shape)
         if hasattr(os, "posix_fallocate"):
             # The file has holes so far. A write into one of a full disk would kill the process.

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from drumline.models.divergence import Divergence
 from drumline.models.losses import (
     LinearHead,
     VocabularyPart,
     linear_cross_entropy,
     linear_log_probs,
 )
+from drumline.models.teaching import Comparison, TeacherStates
 from tests.distributed.ranks import free_port
 
 TOKENS = 23
@@ -111,6 +113,20 @@ def compare(bias: bool, low: torch.dtype | None, chunk: int, part: VocabularyPar
             assert difference <= tolerance * size, (bias, low, chunk, float(difference / size))
 
 
+def compare_with_scaled_logits(part: VocabularyPart) -> None:
+    """A student that scales its logits has all of them, and its teacher's head a part of the rows."""
+    mine = slice(part.first, FIRST[dist.get_rank() + 1])
+    (hidden, weight), targets = inputs(bias=False)
+    logits = 3 * hidden.flip(0) @ weight.T
+    rows = (targets >= 0).nonzero().squeeze(1)
+    comparison = Comparison(Divergence("forward_kl"), 1.5)
+    whole = TeacherStates(hidden[rows], LinearHead(weight))
+    cut = TeacherStates(hidden[rows], LinearHead(weight[mine], None, part))
+    expected = comparison.of_logits(logits, rows, whole)
+    for one, other in zip(comparison.of_logits(logits, rows, cut), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def worker(rank: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     group = dist.group.WORLD
@@ -119,6 +135,7 @@ def worker(rank: int, port: int) -> None:
         (False, True), (None, torch.bfloat16, torch.float16), (0, 5, 100)
     ):
         compare(bias, low, chunk, VocabularyPart(group, FIRST[rank]))
+    compare_with_scaled_logits(VocabularyPart(group, FIRST[rank]))
     dist.destroy_process_group()
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from drumline.config.load import load_text
-from drumline.errors import ConfigError
+from drumline.errors import ConfigError, EnvironmentFault, ModelError
 from drumline.models.choices import (
     Choices,
     choice_log_probs,
@@ -26,6 +29,7 @@ from drumline.models.teaching import Comparison, TeacherStates
 from drumline.plan.plan import Plan
 from drumline.planner.cost.compute import scoring_flops
 from drumline.planner.cost.memory import memory
+from drumline.train import teachers
 from drumline.train.replan import planning_question
 from tests.harness import write_config
 from tests.plans import resolve_plan
@@ -187,6 +191,50 @@ def test_a_tiny_share_of_all_others_keeps_its_digits() -> None:
     # All others share it equally, and the likeliest entry takes it away from them.
     assert gradient[5].item() == pytest.approx(-1.0)
     assert gradient[0].item() == pytest.approx(1 / (ENTRIES - 2), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_gradients_of_logits_stay_finite_in_fp16(kind: DivergenceKind) -> None:
+    """At a temperature of 0.05 they are up to 20, and in reverse KL larger still."""
+    low = Models(torch.float16)
+    precise = Models(torch.float32)
+    comparison = Comparison(Divergence(kind), temperature=0.05, chunk=4)
+    gradients = []
+    for models in (low, precise):
+        loss, _ = comparison.of_head(models.hidden, models.head, ROWS, models.teacher)
+        gradients.append(models.gradients(loss / TOKENS))
+    for mine, theirs in zip(*gradients, strict=True):
+        # The temperature makes twenty times as much of what rounding takes from logits.
+        difference = (mine.float() - theirs).norm()
+        assert difference <= 0.25 * theirs.norm()
+
+
+def test_a_cache_that_cannot_be_written_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be another user's."""
+
+    def refuse(root: Path) -> contextlib.AbstractContextManager[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(teachers, "temporary_folder", refuse)
+    with (
+        pytest.raises(EnvironmentFault, match="cannot be written: Permission denied") as refused,
+        teachers._table_folder(tmp_path / "teachers" / "key"),
+    ):
+        pass
+    assert "set data.cache_dir" in refused.value.line()
+
+
+def test_what_is_no_number_is_kept_in_no_table() -> None:
+    """fp16 overflows in models that were trained in bf16. Later runs would find the table."""
+    packed = np.zeros((3, 5), np.float32)
+    teachers._require_finite(packed)
+    teachers._require_finite(packed[:0])
+    packed[1, 4] = np.nan
+    with pytest.raises(ModelError, match="NaN or infinite") as refused:
+        teachers._require_finite(packed)
+    assert "algorithm.teacher" in refused.value.line()
 
 
 def test_a_student_has_no_row_for_the_padding_of_its_teacher() -> None:

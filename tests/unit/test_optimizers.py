@@ -281,6 +281,17 @@ def test_stochastic_rounding_is_right_in_the_mean() -> None:
     )
 
 
+def test_stochastic_rounding_keeps_what_is_no_number() -> None:
+    """A GPU's NaN has all bits of a magnitude set, where one more carries into the sign."""
+    largest_nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
+    value = torch.cat((largest_nan, torch.tensor([torch.nan, torch.inf, -torch.inf])))
+    for drawn in (0, 1, 2**16 - 1):
+        drawn_bits = torch.full(value.shape, drawn, dtype=torch.int32)
+        rounded = round_stochastically(value, drawn_bits)
+        assert rounded[:3].isnan().all()
+        assert torch.equal(rounded[3:], value[3:])
+
+
 def test_noise_follows_from_the_place_in_the_whole_parameter() -> None:
     whole = (6, 5, 8)
     cpu = torch.device("cpu")

@@ -13,11 +13,13 @@ import pytest
 from drumline.config.load import load
 from drumline.config.resume import Resume
 from drumline.dist.start import RankInfo
+from drumline.engine.build import build_engine
 from drumline.errors import CheckpointError, ModelError
 from drumline.models.export import export
 from drumline.plan.plan import Plan
 from drumline.system.signals import StopFlag
 from drumline.telemetry.events import Event, Step
+from drumline.train import references, teachers
 from drumline.train.build import build
 from drumline.train.loop import Loop
 from drumline.train.setup import (
@@ -224,6 +226,36 @@ def test_there_has_to_be_a_checkpoint_to_go_back_to(tmp_path: Path, model: Path)
 
     with pytest.raises(CheckpointError, match="no checkpoint to go back to"):
         built.rewind()
+
+
+@pytest.mark.parametrize("role", ["reference", "teacher"])
+def test_a_model_that_answers_in_every_step_is_built_once(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    """The evaluation sets keep it, so a second one after a rollback would be held beside it."""
+    algorithms = {
+        "reference": {"kind": "dpo", "reference": "live"},
+        "teacher": {"kind": "distill", "log_probs": "live", "teacher": {"id": str(model)}},
+    }
+    roles: list[str | None] = []
+
+    def count(plan: Plan, device: str, role: str | None = None) -> Any:
+        roles.append(role)
+        return build_engine(plan, device, role=role)
+
+    for module in (references, teachers):
+        monkeypatch.setattr(module, "build_engine", count)
+    config = write_config(
+        tmp_path,
+        model,
+        strategy="single",
+        algorithm=algorithms[role],
+        health={"on_spike": "rollback"},
+    )
+    built, _ = train(config, None)
+    assert built.rewind is not None
+    built.rewind()
+    assert roles == [role]
 
 
 @pytest.mark.full

@@ -16,18 +16,19 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-from drumline.config.config import Config
+from drumline.config.config import Config, LoRAConfig
 from drumline.config.data import DataConfig, FileSource
 from drumline.data.fingerprint import cache_key
 from drumline.data.image_rows import VisionRowEncoder
 from drumline.data.images import collate_vision
 from drumline.data.sources import Row, read_rows
 from drumline.errors import DataError, ModelError, PlanError
+from drumline.models.adapters import find_targets
 from drumline.models.freeze import freeze
 from drumline.models.head import can_split, trial_batch
 from drumline.models.image_tokens import FAMILIES, GemmaVision, OneVision, Vision
 from drumline.models.load import load_config
-from drumline.models.parts import PARTS, names_in_part
+from drumline.models.parts import PARTS, names_in_part, unread_names
 from drumline.models.tokenizer import load_tokenizer
 from tests.harness import vision_rows, write_rows
 from tests.tiny_vision import MARKS, SIDE, tiny_family_dir
@@ -291,6 +292,24 @@ def test_the_layer_of_features_decides_what_is_read(tmp_path: Path, layer: int |
 
     assert frozen_names(model) == unread
     assert any("post_layernorm" in name for name in unread)
+
+
+def test_layers_that_the_model_does_not_read_get_no_adapter(tmp_path: Path) -> None:
+    """Nor are they trained whole: DDP would wait for their gradients."""
+    tiny_family_dir(tmp_path / "model", "llava_onevision")
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    config.vision_feature_layer = -2
+    model = AutoModelForImageTextToText.from_config(config)
+    unread = tuple(f"{name}." for name in unread_names(model))
+    assert any("encoder.layers.1." in name for name in unread)
+
+    options = LoRAConfig(targets=["vision"], modules_to_save=["layer_norm1"])
+    names, trained = find_targets(model, options)
+
+    assert any("encoder.layers.0." in name for name in names["default"])
+    assert any("encoder.layers.0.layer_norm1" in name for name in trained)
+    for name in (*names["default"], *trained):
+        assert not name.startswith(unread), name
 
 
 def test_the_most_pixels_of_an_image(vision: Vision) -> None:
