@@ -7,13 +7,16 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+import yaml
 
 from drumline.config.load import load_values
 from tests.commands import PAGES, PROGRAMS, commands, parsed
 from tests.harness import ROOT
+from tests.pages import blocks
 
 ROWS = {"data": {"train": [{"kind": "file", "path": "rows.jsonl"}]}}
 # Of Drumline, and of its distributions in plugins/.
@@ -49,13 +52,23 @@ def test_there_are_commands() -> None:
     assert {line.split()[0] for line in found} <= set(PROGRAMS)
 
 
-def require_overrides(line: str) -> None:
-    """Assert that the keys exist which a line of Drumline sets."""
+def configs_of(page: Path) -> dict[str, dict[str, Any]]:
+    """Return the YAML files that a page shows, by name."""
+    configs = {}
+    for block in blocks(page.read_text()):
+        if block.language == "yaml" and block.file:
+            configs[block.file] = yaml.safe_load(block.text)
+    return configs
+
+
+def require_overrides(line: str, configs: dict[str, dict[str, Any]]) -> None:
+    """Assert that the keys exist which a line of Drumline sets. `configs`: those of its page."""
     for _, parameters in parsed(line):
         given = parameters.get("overrides") or ()
         overrides = [each for each in given if each != "…"]
         if overrides:
-            load_values(ROWS, overrides)
+            name = str(parameters.get("config"))
+            load_values({**configs.get(name, {}), **ROWS}, overrides)
 
 
 def require_extras(requirements: list[str]) -> None:
@@ -86,8 +99,9 @@ FILES = re.compile(r"(benchmarks|scripts|tests|examples)/[\w/.-]+")
 @pytest.mark.claim("every command of README and docs is one")
 @pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
 def test_each_command_is_one(page: Path) -> None:
+    configs = configs_of(page)
     for line in commands(page):
-        require_overrides(line)
+        require_overrides(line, configs)
         words = shlex.split(line)
         for name in words:
             if FILES.fullmatch(name) and "results" not in name:
