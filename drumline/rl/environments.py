@@ -72,7 +72,7 @@ class EnvironmentServer(GuardedProcess):
         # One request at a time: the sockets of two would be mixed up.
         self._lock = Lock()
 
-    def fork(self) -> tuple[int, socket.socket]:
+    def start_episode(self) -> tuple[int, socket.socket]:
         """Return the id of a new process for an episode, and our end of its socket.
 
         Raises EOFError, OSError, TimeoutError or MalformedMessage if this process does not answer.
@@ -91,7 +91,7 @@ class EnvironmentServer(GuardedProcess):
         """End the process of an episode, and return its exit code.
 
         `patience`: seconds in which it may end by itself; None is returned if it was killed after
-        them. Raises the errors of `fork`.
+        them. Raises the errors of `start_episode`.
         """
         code: int | None = self._request({"end": pid, "patience": patience}, [])["code"]
         return code
@@ -132,7 +132,7 @@ class EnvironmentProcess:
         self.failure: str | None = None
         self.pid: int | None = None
         try:
-            self.pid, end = server.fork()
+            self.pid, end = server.start_episode()
             self.channel = Channel(end, LONGEST_ANSWER)
         except (EOFError, OSError, MalformedMessage):
             self.failure = "could not be started"

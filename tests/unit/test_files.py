@@ -147,6 +147,9 @@ def starts_processes(node: ast.AST) -> bool:
 
 @pytest.mark.slow
 def test_nobody_else_starts_processes() -> None:
-    """What starts one imports these; torch's agent, which starts ranks, gets its command from system.process."""
+    """What starts one imports these; torch's agent, which starts ranks, gets its command from system.process.
+
+    The process of environments, which `system.process` starts, forks itself for each episode.
+    """
     places = {place for place, node in nodes_of_package() if starts_processes(node)}
-    assert places == {"system/process.py"}
+    assert places == {"system/process.py", "rl/environment_worker.py"}
