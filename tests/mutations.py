@@ -59,7 +59,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what an environment says is learned", "data/batches.py",
-        "learn[len(prompt) :] = episodes.mask_NM[pick, : len(completion)].numpy()", "learn[len(prompt) :] = 1",
+        "learn[len(prompt) :] = episodes.sampled[pick]", "learn[len(prompt) :] = 1",
         ("tests/unit/test_conversations.py::test_targets_are_the_sampled_tokens",),
     ),
     Mutation(
