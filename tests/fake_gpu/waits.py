@@ -36,7 +36,7 @@ REASONS = {
         " with one micro-batch a step, or `sync_each_micro_batch: false`"
     ),
     # Experts.
-    "engine/experts.py:exchange_tokens < engine/experts.py:forward": (
+    "engine/experts.py:_run_where_experts_are < engine/experts.py:exchange_tokens": (
         "how many tokens each rank sends and gets: NCCL takes these sizes from the host, and the"
         " router of a layer decides them right before"
     ),
