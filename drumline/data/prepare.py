@@ -34,9 +34,9 @@ def prepare(
 ) -> DataPlan:
     """Return what the caches of `config.data` hold.
 
-    Caches that do not exist, whose images were lost or whose videos have changed are made first. Raises DataError for input
-    that cannot be used, PlanError for images with a setting that compares texts alone, and
-    EnvironmentFault for a disk that cannot be written.
+    Caches that do not exist, whose images were lost or whose videos have changed are made first.
+    Raises DataError for input that cannot be used, PlanError for images with a setting that
+    compares texts alone, and EnvironmentFault for a disk that cannot be written.
 
     Args:
         config: the config of the run.

@@ -311,8 +311,8 @@ def _same_in_parts(
     """Return whether the model's hidden states come out the same in parts as whole. Collective.
 
     A small copy of the model is tried on `tokens` tokens for each rank; with `packing` they are two
-    documents. `implementation`: see `_attend_in_parts`. Only a trial shows whether layers mix tokens without attention, as state-space and
-    other recurrent ones do.
+    documents. `implementation`: see `_attend_in_parts`. Only a trial shows whether layers mix
+    tokens without attention, as state-space and other recurrent ones do.
     """
 
     def trial(small: Any, ids_BT: Tensor) -> bool:
@@ -335,8 +335,8 @@ def _same_in_parts(
 def _trial_batch(small: Any, ids_BT: Tensor, multiple: int, packing: bool) -> TrialTokens:
     """Return a batch of one row for a small copy of a model, with an image if it reads images.
 
-    `ids_BT`: token ids, which are repeated. `multiple`: of which the row's tokens are one. With
-    `packing` it has two documents.
+    `ids_BT`: token ids, which are repeated. `multiple`: the row's length is a multiple of it. With
+    `packing` the row has two documents.
     """
     images: dict[str, Tensor] = {}
     if is_vision_language(small.config):

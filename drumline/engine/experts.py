@@ -13,8 +13,8 @@ With `ep` and `tp` together the experts are cut over the ranks of both, E / (ep 
 no expert lies on two ranks of a model and nobody computes a choice twice. With sequence parallelism
 all these ranks have different tokens: one exchange among them all. Without it a tp rank sends the
 choices of the experts that lie on the ranks with its own index in tp, to the data ranks of these,
-and the results are summed over tp. Experts that tp does not cut would need no such sum, but each
-tp rank would hold and update them all, or compute the choices of all the others again.
+and the results are summed over tp. If tp did not cut the experts, no sum would be needed, but each
+tp rank would hold the same experts and compute the same choices.
 
 With context parallelism (`cp`) a rank has a part of each row, and its exchange is about these
 tokens alone. The ranks of a cp group have the same experts, as data ranks outside of ep do.
@@ -182,7 +182,10 @@ def _cast_for_products(weight: Tensor) -> Tensor:
 
 
 def is_expert_shard(parameter: Any) -> bool:
-    """Return whether a parameter holds some of a layer's experts, cut over data ranks."""
+    """Return whether a parameter holds some of a layer's experts, cut over data ranks (ep).
+
+    With tp they are cut over its ranks as well. False if tp alone cuts them.
+    """
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()

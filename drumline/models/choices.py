@@ -64,8 +64,8 @@ def choice_log_probs(logits_MV: Tensor, ids_MK: Tensor, temperature: float = 1.0
 def top_choices(logits_MV: Tensor, k: int, limit: int, temperature: float = 1.0) -> Choices:
     """Return the K likeliest continuations by whole logits.
 
-    `k`: K, at most; all but one entry is fewer. `limit`: entries of the vocabulary that count, the
-    first ones.
+    `k`: the most choices; one entry at least is left for the others. `limit`: how many entries of
+    the vocabulary count, from the first on.
     """
     logits_MV = logits_MV[:, :limit]
     entries = logits_MV.shape[1]

@@ -33,9 +33,9 @@ from drumline.models.losses import (
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """A teacher's hidden states at M tokens, [M, E], and its head: all its logits.
+    """A teacher's hidden states at M tokens, [M, E], and its head, which together give its logits.
 
-    If the head has a part of the rows, so has the student's, and it is the same part.
+    If the head is one rank's part of the rows, the student's head is the same part.
     """
 
     hidden_ME: Tensor

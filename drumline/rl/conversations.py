@@ -1,11 +1,11 @@
-"""Episodes of several turns: the model's turn, the environment's, again.
+"""Episodes in which the model and an environment take turns.
 
 All ranks know all conversations. In each turn the requests are divided over all ranks, as those of a
 rollout without an environment are. The environment of episode i lives on rank i modulo the number of
 ranks, and its replies are gathered.
 
-The random numbers of a turn depend on (seed, step, key of the episode, turn); those of an environment
-on the same, except that `reset` is alike for all episodes of a group. So the episodes are the same on
+The random numbers of the model and of the environment depend on (seed, step, key of the episode,
+turn). Those of `reset` are the same for all episodes of a group. So the episodes are the same on
 any number of ranks, and a run that is killed inside of a rollout makes the same one again.
 """
 
@@ -41,7 +41,7 @@ class Conversation(Completion):
     sampled: list[bool] = field(default_factory=list)
     # All messages, those of `reset` included.
     messages: list[dict[str, Any]] = field(default_factory=list)
-    # Number of those that `reset` returned.
+    # The number of messages that `reset` returned.
     prompt_messages: int = 0
     # What the model's last turn says besides calls of tools.
     answer: str = ""
@@ -72,7 +72,7 @@ class _Episode:
 
     def __init__(self, start: Start) -> None:
         self.start = start
-        # Until `reset` has answered, and if it fails: that of the row.
+        # The row's prompt, until `reset` has returned another one.
         self.prompt = start.request.tokens
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
@@ -90,7 +90,7 @@ class _Episode:
         self.is_over = False
 
     def end(self, ended: bool, failure: str | None = None) -> None:
-        """Note that no turn follows. `ended`: whether the episode was not cut."""
+        """Note that no turn follows. `ended`: False if the episode was cut, or failed."""
         self.is_over = True
         self.ended = ended
         self.failure = failure
@@ -134,7 +134,7 @@ class Conversations:
     environments: Environments
     chat: ChatTurns
     seed: int
-    # The most turns of an episode, the most tokens of a turn, and those of an episode behind its prompt.
+    # The most turns of an episode, tokens of a turn, and tokens of an episode behind its prompt.
     turns: int
     max_new_tokens: int
     max_tokens: int

@@ -123,7 +123,7 @@ class EnvironmentServer(GuardedProcess):
 
 
 class EnvironmentProcess:
-    """The process of one episode. A failure ends it, and is the answer to all later calls."""
+    """The process of one episode. After a failure all calls return that failure."""
 
     def __init__(self, server: EnvironmentServer, timeout_seconds: float) -> None:
         """Start the process. `timeout_seconds`: the most seconds of a call."""

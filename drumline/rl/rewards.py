@@ -455,8 +455,8 @@ class Channel:
 class GuardedProcess:
     """A process that runs code of the user's.
 
-    One thread starts the process and sends its requests. The thread must outlive the process, because
-    the kernel signals the guard (`rl.guard`) when that thread ends. The guard, in a session of its own,
+    The thread that starts the process must outlive it, because the kernel signals the guard
+    (`rl.guard`) when that thread ends. The guard, in a session of its own,
     ends the process and all processes that it has started. Options go through the socket, because
     everybody can read a command line.
     """

@@ -1,4 +1,4 @@
-"""Read the calls of tools in what a model has written, in the formats of the families of models. No torch.
+"""Read calls of tools from a model's turn, in the format of the model's family. No torch.
 
 | format | models | a call |
 |---|---|---|
@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
     name: str
     arguments: dict[str, Any]
-    # What its result is to be labelled with, if the model has written it (Mistral's do).
+    # The id that the model has given the call (Mistral's do). Its result is labelled with it.
     identifier: str | None = None
 
 

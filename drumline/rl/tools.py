@@ -55,10 +55,7 @@ class Tool:
 
 
 class ToolBox:
-    """The tools of an environment. It is the class of an environment of kind tools.
-
-    An episode ends with the first turn without a call.
-    """
+    """The tools of an environment of kind tools, which runs the calls of a turn."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self.tools = {tool.name: tool for tool in tools}

@@ -52,7 +52,7 @@ from drumline.train.references import weight_files
 
 # Takes micro-batches, and returns what the teacher says of each.
 Ask = Callable[[list[Any]], list[Teacher]]
-# A part of the tables' names. To be raised if the same models and rows give other numbers.
+# A part of the tables' names. Raise it if the same models and rows give other numbers.
 VERSION = 1
 KEY_DIGITS = 16
 
