@@ -462,7 +462,8 @@ class RolloutSpec(ChunkedSpec):
     )
     environment: Environment | None = Field(
         None,
-        description="What answers the model's turns, in processes of its own; null: an episode is one completion.",
+        description="What answers the model's turns, in processes of its own; null: an episode is one completion. With kind: class the"
+        " default of rewards is environment.",
     )
     epochs: int = Field(1, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
     minibatches: int = Field(

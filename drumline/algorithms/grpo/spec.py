@@ -36,7 +36,8 @@ class GRPOConfig(PromptSpec):
     )
     normalize: Literal["sequence", "token", "constant"] = Field(
         "token",
-        description="A token's weight: 1/its completion's length (GRPO), 1/all tokens of the batch (DAPO), or 1/max_new_tokens (Dr. GRPO).",
+        description="A token's weight: 1/its completion's length (GRPO), 1/all tokens of the batch (DAPO), or 1/max_new_tokens, with an"
+        " environment 1/max_tokens (Dr. GRPO).",
     )
     ratio: Literal["token", "sequence", "product"] = Field(
         "token",
