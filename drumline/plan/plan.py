@@ -301,6 +301,13 @@ class Layout(Frozen):
         return self.precision == "bf16" and self.config.precision.master == "bf16"
 
     @property
+    def frozen_precision(self) -> str:
+        """The precision that the numbers of frozen models follow from: in pure bf16, all is bf16."""
+        if self.is_pure_bf16:
+            return "pure bf16"
+        return self.precision
+
+    @property
     def uses_fp8(self) -> bool:
         """Whether linear layers of blocks multiply in fp8; all else computes in `precision`."""
         return self.config.precision.kind == "fp8"

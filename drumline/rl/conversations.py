@@ -41,8 +41,6 @@ class Conversation(Completion):
     sampled: list[bool] = field(default_factory=list)
     # All messages, those of `reset` included.
     messages: list[dict[str, Any]] = field(default_factory=list)
-    # The number of messages that `reset` returned.
-    prompt_messages: int = 0
     # What the model's last turn says besides calls of tools.
     answer: str = ""
     # The sum of the environment's rewards; None if it gave none.
@@ -78,7 +76,6 @@ class _Episode:
         self.log_probs: list[float] = []
         self.sampled: list[bool] = []
         self.messages: list[dict[str, Any]] = []
-        self.prompt_messages = 0
         self.answer = ""
         self.reward: float | None = None
         self.turns = 0
@@ -110,7 +107,6 @@ class _Episode:
             prompt=self.prompt,
             sampled=self.sampled,
             messages=self.messages,
-            prompt_messages=self.prompt_messages,
             answer=self.answer,
             reward=self.reward,
             turns=self.turns,
@@ -203,7 +199,6 @@ class Conversations:
                 episode.end(ended=False, failure=reply.failure)
                 continue
             episode.messages = list(reply.messages)
-            episode.prompt_messages = len(reply.messages)
             self._set_prompt(episode)
 
     def _set_prompt(self, episode: _Episode) -> None:

@@ -21,12 +21,15 @@ _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _MISTRAL = "[TOOL_CALLS]"
 _MISTRAL_ARGUMENTS = "[ARGS]"
 # The header of a message to a function: its name, then anything up to the message. The channel may be
-# named before or behind the name.
+# named before or behind the name. A thought that names a function is no header.
 _GPT_OSS = re.compile(
-    r"to=functions\.([^\s<]+).*?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|\Z)", re.DOTALL
+    r"(?:\A|<\|start\|>|<\|channel\|>)[^<]*to=functions\.([^\s<]+)"
+    r"[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|\Z)",
+    re.DOTALL,
 )
 _GPT_OSS_FINAL = re.compile(r"<\|channel\|>final[^<]*<\|message\|>(.*?)(?:<\||\Z)", re.DOTALL)
 _LLAMA_TAG = "<|python_tag|>"
+_THOUGHT = "<think>"
 _END_OF_THOUGHT = "</think>"
 # The most characters of a wrong call that its error repeats.
 MOST_REPEATED = 100
@@ -78,17 +81,22 @@ def parse_turn(text: str, call_format: str) -> ParsedTurn:
 def _parse_hermes(text: str) -> ParsedTurn:
     """Parse calls in tags. What a model thinks of calling is no call."""
     thought, end_of_thought, answer = text.rpartition(_END_OF_THOUGHT)
+    # A turn that was cut may end within a thought.
+    answer, begin_of_thought, unfinished = answer.partition(_THOUGHT)
     turn = ParsedTurn("", [], [])
     for match in _HERMES.finditer(answer):
         _add_json(turn, match[1])
     content, _, _ = answer.partition("<tool_call>")
-    return turn._replace(content=thought + end_of_thought + content.rstrip())
+    thoughts = thought + end_of_thought
+    return turn._replace(content=thoughts + content.rstrip() + begin_of_thought + unfinished)
 
 
 def _parse_llama(text: str) -> ParsedTurn:
     """Parse a turn that is calls from its beginning to its end."""
     stripped = text.strip().removeprefix(_LLAMA_TAG).strip()
-    is_call = stripped.startswith("{") and '"name"' in stripped
+    # An answer may be JSON with a name, too.
+    has_arguments = '"parameters"' in stripped or '"arguments"' in stripped
+    is_call = stripped.startswith("{") and '"name"' in stripped and has_arguments
     if not is_call:
         return ParsedTurn(text, [], [])
     turn = ParsedTurn("", [], [])

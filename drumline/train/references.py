@@ -258,7 +258,7 @@ def table_key(plan: Plan, folder: str) -> str:
         "files": weight_files(role.model_path),
         "seed": seed,
         "quantize": getattr(config.adapter, "quantize", None),
-        "precision": plan.precision,
+        "precision": plan.frozen_precision,
     }
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]

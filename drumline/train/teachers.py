@@ -412,7 +412,7 @@ def table_key(plan: Plan, folder: str) -> str:
         "top_k": teaching.top_k,
         "temperature": teaching.temperature,
         "entries": vocabulary_entries(plan),
-        "precision": plan.precision,
+        "precision": plan.frozen_precision,
     }
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]

@@ -70,6 +70,20 @@ GPT_OSS = (
             "3",
             [],
         ),
+        (
+            "gpt-oss",
+            "<|channel|>analysis<|message|>I could call to=functions.add here.<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>4",
+            "4",
+            [],
+        ),
+        (
+            "hermes",
+            '<think>So <tool_call>{"name": "add", "arguments": {}}',
+            '<think>So <tool_call>{"name": "add", "arguments": {}}',
+            [],
+        ),
+        ("llama", '{"name": "Bob"}', '{"name": "Bob"}', []),
     ],
 )
 def test_calls_are_read(call_format: str, text: str, content: str, calls: list[Call]) -> None:

@@ -407,7 +407,10 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
     token = _token_seconds(layout, facts, cluster, generator, batch, rate)
     # Batches run one after the other.
     batches = math.ceil(episodes_of_rank / batch)
-    sampling = batches * rollout.turns * generator.max_new_tokens * token
+    tokens_of_episode = rollout.turns * generator.max_new_tokens
+    if rollout.environment is not None:
+        tokens_of_episode = min(tokens_of_episode, rollout.environment.max_tokens)
+    sampling = batches * tokens_of_episode * token
     forwards = [forward_flops(model) for model in facts.roles.values()]
     if rollout.steps_per_rollout > 1:
         # The old log-probabilities, which otherwise the forward of the step gives.
