@@ -215,13 +215,8 @@ class _LinearChoices(torch.autograd.Function):
                 if dtype == torch.float16:
                     scale = fp16_scale(grad)
                 grads.add(rows, grad, hidden, weight, scale)
-        results: list[Tensor | None] = []
-        for total, tensor in zip(grads.total(ctx.part), head, strict=True):
-            if total is not None:
-                total = total.to(tensor.dtype)
-            results.append(total)
         # The five options have no gradients.
-        return (*results, *[None] * 5)
+        return (*grads.total_as(head, ctx.part), *[None] * 5)
 
 
 class _Sums(NamedTuple):

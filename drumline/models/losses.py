@@ -7,7 +7,7 @@ n tokens of one chunk. `learned_M` are the indices of the tokens with a target, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,6 +47,13 @@ class LinearHead:
     weight_VD: Tensor
     bias_V: Tensor | None = None
     part: VocabularyPart | None = None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> LinearHead:
+        """Return the head with `change` applied to weight and bias."""
+        bias_V = self.bias_V
+        if bias_V is not None:
+            bias_V = change(bias_V)
+        return LinearHead(change(self.weight_VD), bias_V, self.part)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Return the logits of this rank's rows, [N, V]."""
@@ -207,11 +214,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             # No row has a target.
             loss_sum = torch.zeros((), dtype=precise, device=device)
-        ctx.save_for_backward(*grads.total(part))
-        bias_dtype = None
-        if bias_V is not None:
-            bias_dtype = bias_V.dtype
-        ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, bias_dtype)
+        save_gradients(ctx, grads, part, (hidden_ND, weight_VD, bias_V))
         if correct_N is not None:
             ctx.mark_non_differentiable(correct_N)
         return loss_sum, correct_N
@@ -220,16 +223,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Any) -> tuple[Any, ...]:
         """Return the gradients that the forward has computed, times that of the loss."""
-        grads: list[Tensor | None] = []
-        for saved_grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
-            grad = saved_grad
-            if grad is not None:
-                # In place: a copy of the weight's gradient would be as large as the logits that
-                # were saved. autograd refuses a second backward, which would scale it twice.
-                grad = grad.mul_(grad_loss).to(dtype)
-            grads.append(grad)
         # Targets, learned_M and the four options have no gradients.
-        return (*grads, *[None] * 6)
+        return (*scale_saved_gradients(ctx, grad_loss), *[None] * 6)
+
+
+def save_gradients(
+    ctx: Any,
+    grads: HeadGradients,
+    part: VocabularyPart | None,
+    head: tuple[Tensor, Tensor, Tensor | None],
+) -> None:
+    """Keep in `ctx` the gradients of a head that a forward has computed already.
+
+    `head`: the hidden states, the weight and the bias, in whose types the gradients are returned.
+    """
+    ctx.save_for_backward(*grads.total(part))
+    hidden_ND, weight_VD, bias_V = head
+    bias_dtype = None
+    if bias_V is not None:
+        bias_dtype = bias_V.dtype
+    ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, bias_dtype)
+
+
+def scale_saved_gradients(ctx: Any, grad_loss: Tensor) -> list[Tensor | None]:
+    """Return what `save_gradients` has kept, times the gradient of the loss."""
+    grads: list[Tensor | None] = []
+    for saved_grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+        grad = saved_grad
+        if grad is not None:
+            # In place: a copy of the weight's gradient would be as large as the logits that were
+            # saved. autograd refuses a second backward, which would scale it twice.
+            grad = grad.mul_(grad_loss).to(dtype)
+        grads.append(grad)
+    return grads
 
 
 def largest_logit(logits_NV: Tensor, part: VocabularyPart | None) -> Tensor:
@@ -434,6 +460,17 @@ class HeadGradients:
             dist.all_reduce(self.hidden, group=part.group)
         return self.hidden, self.weight, self.bias
 
+    def total_as(
+        self, head: Sequence[Tensor | None], part: VocabularyPart | None
+    ) -> list[Tensor | None]:
+        """Return `total` in the types of the tensors of `head`. Collective with `part`."""
+        results: list[Tensor | None] = []
+        for total, tensor in zip(self.total(part), head, strict=True):
+            if total is not None and tensor is not None:
+                total = total.to(tensor.dtype)
+            results.append(total)
+        return results
+
 
 def log_probs(
     logits_NV: Tensor,
@@ -585,13 +622,8 @@ class _LinearLogProbs(torch.autograd.Function):
                 if dtype == torch.float16:
                     scale = fp16_scale(grad)
                 grads.add(rows, grad, hidden, weight, scale)
-        results: list[Tensor | None] = []
-        for total, tensor in zip(grads.total(ctx.part), head, strict=True):
-            if total is not None:
-                total = total.to(tensor.dtype)
-            results.append(total)
         # Targets and the five options have no gradients.
-        return (*results, *[None] * 6)
+        return (*grads.total_as(head, ctx.part), *[None] * 6)
 
 
 def _select_rows(tensor_N: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -27,6 +27,8 @@ from drumline.models.losses import (
     fp16_scale,
     largest_logit,
     rows_in_chunk,
+    save_gradients,
+    scale_saved_gradients,
     scaled_logits,
 )
 
@@ -47,11 +49,7 @@ class TeacherStates:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> TeacherStates:
         """Return the states with `change` applied to them and to the head."""
-        bias_V = self.head.bias_V
-        if bias_V is not None:
-            bias_V = change(bias_V)
-        head = LinearHead(change(self.head.weight_VD), bias_V, self.head.part)
-        return TeacherStates(change(self.hidden_ME), head)
+        return TeacherStates(change(self.hidden_ME), self.head.each(change))
 
 
 # What the batch of a student has of its teacher.
@@ -222,11 +220,7 @@ class _StatesDivergence(torch.autograd.Function):
                     # Its entries have no limit: log Q − log P may be large, and 1 / temperature.
                     scale = fp16_scale(grad)
                 grads.add(rows, grad, hidden, weight, scale)
-        ctx.save_for_backward(*grads.total(part))
-        bias_dtype = None
-        if bias_V is not None:
-            bias_dtype = bias_V.dtype
-        ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, bias_dtype)
+        save_gradients(ctx, grads, part, (hidden_ND, weight_VD, bias_V))
         ctx.mark_non_differentiable(kl_sum)
         return loss_sum, kl_sum
 
@@ -234,15 +228,8 @@ class _StatesDivergence(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Any) -> tuple[Any, ...]:
         """Return the gradients that the forward has computed, times that of the loss."""
-        grads: list[Tensor | None] = []
-        for saved_grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
-            grad = saved_grad
-            if grad is not None:
-                # In place, as in `losses`: autograd refuses a second backward.
-                grad = grad.mul_(grad_loss).to(dtype)
-            grads.append(grad)
         # The five options have no gradients.
-        return (*grads, *[None] * 5)
+        return (*scale_saved_gradients(ctx, grad_loss), *[None] * 5)
 
 
 def _summed_over_parts(part: VocabularyPart | None) -> Any:

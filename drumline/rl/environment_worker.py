@@ -35,17 +35,16 @@ from pydantic import TypeAdapter
 
 from drumline.config.registry import find_object
 from drumline.config.rollouts import ClassEnvironment, Environment
-from drumline.errors import ConfigError, DrumlineError
+from drumline.errors import ConfigError
 from drumline.foreign import class_and_line
-from drumline.rl.reward_worker import LONGEST_REASON, NICENESS
+from drumline.rl.reward_worker import LONGEST_REASON, load_or_refuse, open_channel
 from drumline.rl.rewards import LARGEST_REWARD, LONGEST_ANSWER, Channel
 from drumline.rl.tool_calls import Call
 from drumline.rl.tools import ToolBox, load_tools
 from drumline.system.redact import redact, redacted_streams
 
 WHERE = "algorithm.environment"
-# Seconds to wait for a fork that is about to end by itself, and between looks at it.
-EXIT_SECONDS = 1.0
+# Seconds between looks at a fork that is about to end.
 LOOK_SECONDS = 0.01
 # The most characters of an environment's messages as JSON, which leaves room for the rest of an answer.
 MOST_CHARACTERS = LONGEST_ANSWER // 2
@@ -109,21 +108,11 @@ Episode = ClassEpisode | ToolsEpisode
 @redacted_streams()
 def main(fd: int) -> None:
     """Serve requests from the socket `fd` until its other end is closed."""
-    os.nice(NICENESS)
-    channel = Channel(socket.socket(fileno=fd))
-    # Processes that an environment starts must not hold the socket open.
-    channel.end.set_inheritable(False)
-    try:
-        begin, schemas = _load(channel.receive())
-    except DrumlineError as error:
-        mistake = {
-            "kind": type(error).__name__,
-            "what": error.what,
-            "where": error.where,
-            "fix": error.fix,
-        }
-        channel.send({"wrong": mistake})
+    channel = open_channel(fd)
+    loaded = load_or_refuse(channel, _load)
+    if loaded is None:
         return
+    begin, schemas = loaded
     channel.send({"ready": True, "tools": schemas})
     while True:
         received, fds, _, _ = socket.recv_fds(channel.end, 2**12, 1)

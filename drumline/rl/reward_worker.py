@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -44,25 +44,16 @@ TUPLES = ("arc_agi", "rearc")
 LATEX_SIGNS = ("$", "\\boxed", "\\(", "\\[")
 # Arguments: prompt, completion, meta of the row. May return anything; `_answer` checks it.
 Scorer = Callable[[str, str, dict[str, Any]], Any]
+# What a worker loads before it serves.
+T = TypeVar("T")
 
 
 @redacted_streams()
 def main(fd: int) -> None:
     """Serve requests from the socket `fd` until its other end is closed."""
-    os.nice(NICENESS)
-    channel = Channel(socket.socket(fileno=fd))
-    # Processes that a reward starts must not hold the socket open.
-    channel.end.set_inheritable(False)
-    try:
-        scorers = _load_scorers(channel.receive())
-    except DrumlineError as error:
-        mistake = {
-            "kind": type(error).__name__,
-            "what": error.what,
-            "where": error.where,
-            "fix": error.fix,
-        }
-        channel.send({"wrong": mistake})
+    channel = open_channel(fd)
+    scorers = load_or_refuse(channel, _load_scorers)
+    if scorers is None:
         return
     channel.send({"ready": True})
     with suppress(EOFError):  # the parent closed its end
@@ -71,6 +62,30 @@ def main(fd: int) -> None:
             score = scorers[request["index"]]
             answer = _answer(score, request)
             channel.send({"token": request["token"], **answer})
+
+
+def open_channel(fd: int) -> Channel:
+    """Return the channel of a worker that runs code of a user's, and lower its priority."""
+    os.nice(NICENESS)
+    channel = Channel(socket.socket(fileno=fd))
+    # Processes that the code starts must not hold the socket open.
+    channel.end.set_inheritable(False)
+    return channel
+
+
+def load_or_refuse(channel: Channel, load: Callable[[dict[str, Any]], T]) -> T | None:
+    """Return what `load` makes of the first message; None if it cannot, which the answer says."""
+    try:
+        return load(channel.receive())
+    except DrumlineError as error:
+        mistake = {
+            "kind": type(error).__name__,
+            "what": error.what,
+            "where": error.where,
+            "fix": error.fix,
+        }
+        channel.send({"wrong": mistake})
+        return None
 
 
 def _load_scorers(task: dict[str, Any]) -> dict[int, Scorer]:

@@ -74,17 +74,11 @@ class Reference:
         assert data is not None, "workers get plans of prepared data"
         if not self.scores_by_folder:
             self.scores_by_folder.update(self._find_scores_by_folder(data))
-        score_training = self.scores_by_folder[data.train_cache]
-        training = with_reference(self.loaders.training, score_training, self.algorithm.first_batch)
-        held_out = {}
-        for name, batches in self.loaders.held_out.items():
-            score = self.scores_by_folder[data.eval_caches[name]]
-            held_out[name] = self._add_to_held_out(batches, score)
-        return replace(self.loaders, training=training, held_out=held_out)
+        return add_to_all_batches(self.loaders, data, self._add_to_batches)
 
-    def _add_to_held_out(self, batches: Batches, score: ScoreBatches) -> Batches:
-        """Return a function that returns the batches of an evaluation set with their scores."""
-        return lambda: with_reference(batches(), score, self.algorithm.first_batch)
+    def _add_to_batches(self, batches: Iterable[GlobalBatch], folder: str) -> Iterator[GlobalBatch]:
+        """Yield batches of a cache folder with their scores."""
+        return with_reference(batches, self.scores_by_folder[folder], self.algorithm.first_batch)
 
     def _find_scores_by_folder(self, data: DataPlan) -> dict[str, ScoreBatches]:
         """Return how the pairs of each cache folder are scored.
@@ -92,10 +86,7 @@ class Reference:
         That is by the policy without its adapter, by a frozen model, or by a look-up in the
         precomputed table of the folder. Collective: a model may be built, or a table computed.
         """
-        folders = {"train": data.train_cache}
-        for name, folder in data.eval_caches.items():
-            # The one set of a config that names none has the name "".
-            folders[f"eval-{name}".rstrip("-")] = folder
+        folders = cache_folders(data)
         kind = self.plan.config.algorithm.reference_of(self.plan.config)
         if kind == "adapter":
             return dict.fromkeys(folders.values(), self._score_without_adapter)
@@ -240,27 +231,65 @@ def with_reference(
         yield replace(batch, micro_batches=filled)
 
 
+def add_to_all_batches(
+    loaders: DataLoaders,
+    data: DataPlan,
+    add: Callable[[Iterable[GlobalBatch], str], Iterator[GlobalBatch]],
+) -> DataLoaders:
+    """Return data loaders whose training and evaluation batches have passed through `add`.
+
+    `add`: takes batches and their cache folder, and yields them with what is added.
+    """
+
+    def added_to_set(batches: Batches, folder: str) -> Batches:
+        return lambda: add(batches(), folder)
+
+    held_out = {}
+    for name, batches in loaders.held_out.items():
+        held_out[name] = added_to_set(batches, data.eval_caches[name])
+    training = add(loaders.training, data.train_cache)
+    return replace(loaders, training=training, held_out=held_out)
+
+
+def cache_folders(data: DataPlan) -> dict[str, str]:
+    """Return the cache folder of each part of the data: `train`, and `eval` or `eval-NAME`."""
+    folders = {"train": data.train_cache}
+    for name, folder in data.eval_caches.items():
+        # The one set of a config that names none has the name "".
+        folders[f"eval-{name}".rstrip("-")] = folder
+    return folders
+
+
 def table_key(plan: Plan, folder: str) -> str:
     """Return a hash, 16 hex digits, of all that a table depends on.
 
     That is the pairs' tokens (by the cache's own name), the reference's weights, and the precision.
     """
-    config = plan.config
-    role = plan.roles["reference"]
-    seed: int | None = None
-    if role.model.init == "random" or role.model.id is None:
-        # Its weights are drawn.
-        seed = config.run.seed
     parts = {
         "version": VERSION,
         "pairs": Path(folder).name,
-        "model": role.model.model_dump(mode="json"),
+        "model": plan.roles["reference"].model.model_dump(mode="json"),
+        "quantize": getattr(plan.config.adapter, "quantize", None),
+    }
+    return hash_with_weights(plan, "reference", parts)
+
+
+def hash_with_weights(plan: Plan, name: str, parts: dict[str, Any]) -> str:
+    """Return a hash, 16 hex digits, of `parts`, a frozen model's weights and its precision.
+
+    `name`: the model among `plan.roles`.
+    """
+    role = plan.roles[name]
+    seed: int | None = None
+    if role.model.init == "random" or role.model.id is None:
+        # Its weights are drawn.
+        seed = plan.config.run.seed
+    of_weights = {
         "files": weight_files(role.model_path),
         "seed": seed,
-        "quantize": getattr(config.adapter, "quantize", None),
         "precision": plan.frozen_precision,
     }
-    text = json.dumps(parts, sort_keys=True)
+    text = json.dumps(parts | of_weights, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
 
 

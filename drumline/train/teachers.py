@@ -14,8 +14,6 @@ L = K + 1 log-probabilities.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,14 +45,13 @@ from drumline.plan.plan import DataPlan, Plan
 from drumline.system.files import rename_unless_there, temporary_folder
 from drumline.system.signals import StopFlag
 from drumline.telemetry import events
-from drumline.train.data_loaders import Batches, DataLoaders
-from drumline.train.references import weight_files
+from drumline.train.data_loaders import DataLoaders
+from drumline.train.references import add_to_all_batches, cache_folders, hash_with_weights
 
 # Takes micro-batches, and returns what the teacher says of each.
 Ask = Callable[[list[Any]], list[Teacher]]
 # A part of the tables' names. Raise it if the same models and rows give other numbers.
 VERSION = 1
-KEY_DIGITS = 16
 
 
 @dataclass(frozen=True)
@@ -145,7 +142,7 @@ class FrozenTeacher:
             self.head = states.head
             if not self.keeps_head:
                 # What is gathered for this forward is freed after it. Frozen weights do not change.
-                self.head = states.each(torch.clone).head
+                self.head = states.head.each(torch.clone)
         return states.hidden_ME
 
 
@@ -186,23 +183,15 @@ class TeacherLoaders:
         assert data is not None, "workers get plans of prepared data"
         if not self.ask_by_folder:
             self.ask_by_folder.update(self._find_ask_by_folder(data))
-        training = with_teacher(self.loaders.training, self.ask_by_folder[data.train_cache])
-        held_out = {}
-        for name, batches in self.loaders.held_out.items():
-            ask = self.ask_by_folder[data.eval_caches[name]]
-            held_out[name] = self._add_to_held_out(batches, ask)
-        return replace(self.loaders, training=training, held_out=held_out)
+        return add_to_all_batches(self.loaders, data, self._add_to_batches)
 
-    def _add_to_held_out(self, batches: Batches, ask: Ask) -> Batches:
-        """Return a function that returns the batches of an evaluation set, taught."""
-        return lambda: with_teacher(batches(), ask)
+    def _add_to_batches(self, batches: Iterable[GlobalBatch], folder: str) -> Iterator[GlobalBatch]:
+        """Yield batches of a cache folder, taught."""
+        return with_teacher(batches, self.ask_by_folder[folder])
 
     def _find_ask_by_folder(self, data: DataPlan) -> dict[str, Ask]:
         """Return how the teacher is asked about the samples of each cache folder. Collective."""
-        folders = {"train": data.train_cache}
-        for name, folder in data.eval_caches.items():
-            # The one set of a config that names none has the name "".
-            folders[f"eval-{name}".rstrip("-")] = folder
+        folders = cache_folders(data)
         if self.teaching.log_probs == "live":
             teacher = self._build_teacher()
             return dict.fromkeys(folders.values(), teacher.ask)
@@ -396,23 +385,14 @@ def table_key(plan: Plan, folder: str) -> str:
     That is the rows' tokens (by the cache's own name, a hash of rows and tokenizer), the teacher's
     weights, what is asked of it, and the precision.
     """
-    role = plan.roles["teacher"]
     teaching = plan.config.algorithm.teaching
     assert teaching is not None, "the algorithm has a teacher"
-    seed: int | None = None
-    if role.model.init == "random" or role.model.id is None:
-        # Its weights are drawn.
-        seed = plan.config.run.seed
     parts = {
         "version": VERSION,
         "rows": Path(folder).name,
-        "teacher": role.model.model_dump(mode="json"),
-        "files": weight_files(role.model_path),
-        "seed": seed,
+        "teacher": plan.roles["teacher"].model.model_dump(mode="json"),
         "top_k": teaching.top_k,
         "temperature": teaching.temperature,
         "entries": vocabulary_entries(plan),
-        "precision": plan.frozen_precision,
     }
-    text = json.dumps(parts, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
+    return hash_with_weights(plan, "teacher", parts)
