@@ -318,7 +318,7 @@ def drumline(bench: dict[str, Any], work: Path) -> None:
 
         plan = make_plan(request, on_progress=lambda *_: None).model_copy(update={"saves": False})
         path, _ = claim_run_dir(plan, request)
-        ranks = LocalRanks.of_plan(plan, early)
+        ranks = LocalRanks.from_plan(plan, early)
         sys.exit(launch(plan, path, None, lambda event: None, ranks=ranks))
 
 

@@ -12,7 +12,7 @@ _ENDLESS_WORD = re.compile(r"\S{500,}")
 _LONG_WORD = re.compile(r"(?<![\w+/])[\w+]{80,}(?![\w+/])")
 
 
-def shortened(text: str, most: int = 79) -> str:
+def shorten(text: str, most: int = 79) -> str:
     """Return a text of at most `most` characters as it is, else its first 20 and last 8 with their count."""
     if len(text) <= most:
         return text
@@ -61,7 +61,7 @@ class DrumlineError(Exception):
         if self.fix:
             message = f"{message} — {self.fix}"
         message = " ".join(message.split())
-        message = _LONG_WORD.sub(lambda word: shortened(word[0]), message)
+        message = _LONG_WORD.sub(lambda word: shorten(word[0]), message)
         message = printable(message, keep="")
         return _ENDLESS_WORD.sub(lambda word: f"{word[0][:200]}…{word[0][-200:]}", message)
 

@@ -68,7 +68,7 @@ def path_mistake(path: str) -> str | None:
     return None
 
 
-def expanded(path: str) -> Path:
+def expand_home(path: str) -> Path:
     """Return a path with the home folder in place of `~` or `~user`, if there is such a user."""
     return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's own raises for such a user
 

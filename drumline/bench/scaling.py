@@ -63,7 +63,7 @@ class Spread(NamedTuple):
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread | None:
+    def from_values(cls, values: Sequence[float]) -> Spread | None:
         """Return the median, the least and the largest value; None if there are no values."""
         if not values:
             return None
@@ -136,7 +136,7 @@ class Row:
             value = getattr(each, name)
             if value is not None:
                 values.append(value)
-        return Spread.of(values)
+        return Spread.from_values(values)
 
     def speed_up(self, base: Row) -> Spread | None:
         """Return the spread of the ratio of this row's samples/s to those of `base`.
@@ -147,7 +147,7 @@ class Row:
         ratios = []
         for mine, other in zip(self.rounds, base.rounds, strict=False):
             ratios.append(mine.samples_per_s / other.samples_per_s)
-        return Spread.of(ratios)
+        return Spread.from_values(ratios)
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def _host_overrides(config: Config, options: Options) -> dict[int, list[str]]:
     hosts = {}
     for nodes in options.nodes or (launcher.number_of_hosts,):
         if nodes:
-            hosts[nodes] = launcher.on_hosts(nodes)
+            hosts[nodes] = launcher.overrides_for_hosts(nodes)
     return hosts
 
 

@@ -87,7 +87,7 @@ class Outcome:
         """Whether a rank failed after the start, or the last checkpoint cannot be compared."""
         return self.apart is None and self.ranks is not None
 
-    def within(self, tolerance: float) -> bool:
+    def is_within(self, tolerance: float) -> bool:
         """Return whether nothing speaks against the strategy.
 
         It trained the numbers of one process up to `tolerance` (the largest relative difference),
@@ -154,7 +154,7 @@ class Comparison:
         """Whether at least one strategy ran, and all that ran stay within the tolerance."""
         if not any(outcome.apart for outcome in self.outcomes):
             return False
-        return all(outcome.within(self.tolerance) for outcome in self.outcomes)
+        return all(outcome.is_within(self.tolerance) for outcome in self.outcomes)
 
 
 @memory_errors()
@@ -300,7 +300,7 @@ def _print(console: Console, comparison: Comparison, steps: int) -> int:
         )
     beyond = []
     for outcome in compared:
-        if outcome.apart and not outcome.within(comparison.tolerance):
+        if outcome.apart and not outcome.is_within(comparison.tolerance):
             beyond.append(f"{outcome.name} (most in {outcome.apart.worst})")
     if beyond:
         line = f"not what one process trains: {', '.join(beyond)}"
@@ -331,7 +331,7 @@ def _table(comparison: Comparison, steps: int) -> Table:
         if result.moments is not None:
             moments = f"{result.moments:.1e}"
         verdict = "differs"
-        if outcome.within(tolerance):
+        if outcome.is_within(tolerance):
             verdict = "same"
         table.add_row(
             outcome.name,

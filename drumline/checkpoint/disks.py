@@ -91,7 +91,7 @@ class Disks:
         return Disks(ranks, tuple(tuple(group) for group in groups.values()))
 
     @staticmethod
-    def shared(ranks: RankGroup) -> Disks:
+    def one_shared(ranks: RankGroup) -> Disks:
         """Return one disk that all ranks share."""
         everyone = tuple(range(ranks.size))
         return Disks(ranks, (everyone,))

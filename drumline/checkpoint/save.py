@@ -192,7 +192,7 @@ class Checkpointer:
             if url or replicas:
                 self.disks = Disks.find(self.root, self.ranks)
             else:
-                self.disks = Disks.shared(self.ranks)
+                self.disks = Disks.one_shared(self.ranks)
             self._run_on_each_disk(self.retention.open)
             if self.remote is not None:
                 self.ranks.run_on_rank_0(self.remote.open)

@@ -16,7 +16,7 @@ import typer
 from drumline.config.registry import nearest
 from drumline.config.urls import is_url
 from drumline.errors import UserError
-from drumline.foreign import expanded, path_mistake
+from drumline.foreign import expand_home, path_mistake
 from drumline.system.output import Verbosity
 
 
@@ -78,7 +78,7 @@ def existing_path(given: str | Path) -> Path:
     Raises UserError if it does not exist, with a similar path if there is one.
     """
     path = parse_path(given)
-    full_path = expanded(str(path))
+    full_path = expand_home(str(path))
     if is_there(full_path):
         return path
     try:

@@ -36,7 +36,7 @@ from drumline.compat.sheet import (
 )
 from drumline.config.mistakes import split_synonyms
 from drumline.errors import ConfigError
-from drumline.foreign import expanded, read_text
+from drumline.foreign import expand_home, read_text
 from drumline.system.yaml_lines import read_yaml
 
 STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
@@ -464,7 +464,7 @@ def locate_file(base: Path, name: str) -> Path:
     A relative path is looked up in the folder of the old file (`base`) and then in the current
     folder, as accelerate and transformers do.
     """
-    here = expanded(name)
+    here = expand_home(name)
     beside = base / here
     if not beside.exists() and here.exists():
         return here

@@ -115,7 +115,7 @@ def read_choice(table: Mapping[str, Any], why_not: Mapping[str, str] | None = No
     return convert
 
 
-def unchanged(old: OldKey) -> Any:
+def keep_value(old: OldKey) -> Any:
     """Return the value of an old key as it is."""
     return old.value
 
@@ -136,7 +136,7 @@ def choose_by_flag(on: Any, off: Any) -> Converter:
     return convert
 
 
-def set_key(dotted: str, convert: Converter = unchanged, skip: tuple[Any, ...] = AUTO) -> Rule:
+def set_key(dotted: str, convert: Converter = keep_value, skip: tuple[Any, ...] = AUTO) -> Rule:
     """Return a rule that sets a value of the new config.
 
     Args:

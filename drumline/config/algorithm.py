@@ -186,7 +186,7 @@ class AlgorithmSpec(Spec):
         """The algorithm itself if it learns from a teacher's distributions; None otherwise."""
         return None
 
-    def beside_encoder(self, decoder_start: int) -> AlgorithmSpec | None:
+    def spec_for_encoder_decoder(self, decoder_start: int) -> AlgorithmSpec | None:
         """Return the algorithm in place of this one for a model with an encoder and a decoder.
 
         None if this one does not train such models. `decoder_start`: the id of the decoder's first

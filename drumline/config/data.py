@@ -20,7 +20,7 @@ from drumline.config.registry import Registered, Spec, find_object, nearest, run
 from drumline.config.section import MOST_SEED, Amount, Part, PathText, Section, Short, Steps
 from drumline.config.urls import is_url, secret_mistake
 from drumline.errors import ConfigError
-from drumline.foreign import content_of, expanded
+from drumline.foreign import content_of, expand_home
 
 # The columns of a row, one tuple for each form that it may have.
 Forms = tuple[tuple[str, ...], ...]
@@ -229,7 +229,7 @@ def _source_of_text(text: str, base_dir: Path | None) -> dict[str, Any]:
         return {"kind": "digits"}
     if is_url(text) or "\0" in text:
         return {"kind": "file", "path": text}
-    path = (base_dir or Path()) / expanded(text)
+    path = (base_dir or Path()) / expand_home(text)
     # `os.path` does not raise for paths that cannot be.
     if any(os.path.isfile(path / name) for name in SAVED):  # noqa: PTH113
         return {"kind": "saved", "path": text}
@@ -473,7 +473,7 @@ def is_surely_own(values: Mapping[Any, Any]) -> bool:
     return any(isinstance(source, dict) for source in train)
 
 
-def in_full(data: Any, base_dir: Path) -> Any:
+def spell_out_sources(data: Any, base_dir: Path) -> Any:
     """Return the section `data` with its sources in full, so that overrides find their keys."""
     data = DATA_ALONE.long(data)
     if not isinstance(data, dict):
@@ -602,7 +602,7 @@ class DataConfig(Section):
         return sets
 
     @property
-    def mixed(self) -> bool:
+    def is_mixed(self) -> bool:
         """Whether keys set how many samples an epoch has of each source.
 
         Otherwise an epoch has each sample once. In a mix no pack holds rows of two sources.

@@ -181,7 +181,7 @@ class LauncherSpec(Spec):
         """Whether hosts may join and leave while this run lasts."""
         return False
 
-    def on_hosts(self, number: int) -> list[str]:
+    def overrides_for_hosts(self, number: int) -> list[str]:
         """Return the overrides for a run on `number` hosts, for `drumline bench`.
 
         Raises:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import ValidationError
 
 from drumline.config.config import Config
-from drumline.config.data import in_full, is_surely_own
+from drumline.config.data import is_surely_own, spell_out_sources
 from drumline.config.mistakes import (
     check_numbers,
     first_mistake,
@@ -37,8 +37,8 @@ from drumline.config.mistakes import (
 from drumline.config.model import TEMPLATES
 from drumline.config.resume import Resume
 from drumline.config.run import EvalConfig, direction
-from drumline.errors import CheckpointError, ConfigError, DrumlineError, shortened
-from drumline.foreign import MIB, expanded, first_line, read_object
+from drumline.errors import CheckpointError, ConfigError, DrumlineError, shorten
+from drumline.foreign import MIB, expand_home, first_line, read_object
 from drumline.foreign import read_text as plain_text
 from drumline.system.redact import redacted_json, withhold
 from drumline.system.yaml_lines import NumberTooLarge, Place, read_yaml, write_yaml
@@ -214,7 +214,7 @@ def _load_draft(
             continue
         # Whoever reads these two files gets their paths alone. Other paths of the config are
         # resolved against the `base_dir` of the plan.
-        absolute = (base / expanded(file)).absolute()
+        absolute = (base / expand_home(file)).absolute()
         update[name] = section.model_copy(update={key: str(absolute)})
     return Loaded(
         config.model_copy(update=update),
@@ -364,7 +364,7 @@ def make_draft(
                 is_translated=True,
             )
     if "data" in draft.values:
-        draft.values["data"] = in_full(draft.values["data"], base)
+        draft.values["data"] = spell_out_sources(draft.values["data"], base)
     if launcher_defaults is not None:
         from drumline.compat.overlay import merge_overlay
 
@@ -425,7 +425,7 @@ def validate_draft(
         draft.overrides[place] = override
         if "data" in values:
             # In full, so that the next override finds the keys of its sources.
-            values["data"] = in_full(values["data"], base_dir or Path())
+            values["data"] = spell_out_sources(values["data"], base_dir or Path())
     if draft.is_translated and not has_data(values):
         fix = "add it on the command line: data=rows.jsonl, or --accelerate-config for a config that has it"
         raise ConfigError("says nothing of data", where=draft.name, fix=fix)
@@ -638,7 +638,7 @@ def _override_error(override: str, what: str, fix: str) -> ConfigError:
 def override_label(override: str) -> str:
     """Return how an error line names an override: its key and value, without a long value's middle."""
     key, _, value = override.partition("=")
-    return f"override {key}={shortened(value, MOST_VALUE)}"
+    return f"override {key}={shorten(value, MOST_VALUE)}"
 
 
 def to_yaml(config: Config) -> str:
@@ -709,7 +709,7 @@ FREE = (
 )  # fmt: skip
 
 
-def allowed(key: str, allow: tuple[str, ...]) -> bool:
+def is_allowed(key: str, allow: tuple[str, ...]) -> bool:
     """Return whether `allow` names a key, a section that the key is in, or all."""
     if "all" in allow:
         return True
@@ -795,7 +795,7 @@ def refused_changes(old: Config, new: Config, allow: tuple[str, ...]) -> Refused
     keys = []
     changes = []
     for key in dict.fromkeys([*before, *after]):
-        if before.get(key) == after.get(key) or allowed(key, tuple(free)):
+        if before.get(key) == after.get(key) or is_allowed(key, tuple(free)):
             continue
         keys.append(key)
         changes.append(

@@ -68,12 +68,12 @@ class Mistake(NamedTuple):
     fix: str
 
 
-def dotted(place: Place) -> str:
+def dotted_key(place: Place) -> str:
     """Return the name of a place without a line: its dotted key."""
     return ".".join(map(str, place))
 
 
-def first_mistake(error: ValidationError, where: Where = dotted) -> ConfigError:
+def first_mistake(error: ValidationError, where: Where = dotted_key) -> ConfigError:
     """Return the first mistake as a ConfigError.
 
     Its notes (`__notes__`) are the lines of the next few mistakes, and a count of the rest.
@@ -423,7 +423,7 @@ def _unknown_key(place: Place, kind: str | None) -> Mistake:
 
 def _refusal_of_key(key: str, section: Place, kind: str | None) -> Any:
     """Return why a kind of section has no such key, if the kind gives a reason; else None."""
-    place = dotted((*section, key))
+    place = dotted_key((*section, key))
     for model in models_at(section):
         if kind_of(model) != kind:
             continue
@@ -712,7 +712,7 @@ def _keys_below(place: Place, keys: list[str]) -> list[str]:
     """Return those of some dotted keys that stand below a place; none for the top of a config."""
     if not place:
         return []
-    prefix = dotted(place) + "."
+    prefix = dotted_key(place) + "."
     return [key for key in keys if key.startswith(prefix)]
 
 
@@ -723,7 +723,7 @@ def _keys_of_synonym(word: str, place: Place, known: list[str]) -> list[str]:
     """
     key = SYNONYMS.get(word, "")
     section, _, last = key.rpartition(".")
-    if last in known and section in ("", dotted(place)):
+    if last in known and section in ("", dotted_key(place)):
         return [last]
     if section or key in Config.model_fields:
         return [key]

@@ -41,7 +41,7 @@ from pydantic_core import CoreSchema, SchemaValidator, core_schema
 
 from drumline.config.section import Section, kinds_without_keys
 from drumline.errors import ConfigError, DrumlineError
-from drumline.foreign import class_and_line, expanded
+from drumline.foreign import class_and_line, expand_home
 
 
 class Spec(Section):
@@ -226,7 +226,7 @@ def find(
     place, _, name = kind.rpartition(":")
     base_dir = (base_dir or Path()).absolute()
     if place.endswith(".py"):
-        kind = f"{base_dir / expanded(place)}:{name}"
+        kind = f"{base_dir / expand_home(place)}:{name}"
     own = _users_specs.setdefault(base, {})
     if kind not in own:
         if not trusted:
@@ -460,7 +460,7 @@ def find_object(path: str, base_dir: Path, where: str, noun: str = "class") -> A
         sys.path.append(str(base_dir))  # at the end: it shadows nothing
     found: Any
     if place.endswith(".py"):
-        found = _file(base_dir / expanded(place), where)
+        found = _file(base_dir / expand_home(place), where)
     else:
         found = _module(place, base_dir, where)
     found = _member(found, name, place, where, noun)

@@ -314,7 +314,7 @@ class CurriculumConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_weights(cls, values: Any) -> Any:
+    def _set_kind_by_weights(cls, values: Any) -> Any:
         """Set the kind to weights if there are weights and no kind."""
         if isinstance(values, dict) and values.get("weights"):
             return {"kind": "weights", **values}

@@ -109,7 +109,7 @@ class EvalConfig(Section):
     tasks_limit: Count | None = Field(None, description="Questions of each task; null: all.")
 
     @model_validator(mode="after")
-    def _at_evaluations(self) -> EvalConfig:
+    def _require_evaluations(self) -> EvalConfig:
         if self.patience is not None and self.every is None:
             raise ValueError("patience counts evaluations: set every")
         if self.patience is None and self.min_delta:
@@ -134,7 +134,7 @@ class EvalConfig(Section):
             return self.every
         return None
 
-    def of_metrics(self) -> EvalConfig:
+    def keep_metrics_only(self) -> EvalConfig:
         """Return this section without samples and tasks, so that only metrics are computed."""
         return self.model_copy(
             update={

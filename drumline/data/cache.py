@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from drumline.config.data import DataConfig
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import disk_errors, expanded
+from drumline.foreign import disk_errors, expand_home
 from drumline.hardware.detect import cache_dir
 from drumline.system import files
 
@@ -117,7 +117,7 @@ def cache_root(data: DataConfig) -> Path:
     """Return the folder of the token caches."""
     if data.cache_dir is None:
         return cache_dir() / "data"
-    return expanded(data.cache_dir).absolute()
+    return expand_home(data.cache_dir).absolute()
 
 
 def _map_array(folder: Path, name: str) -> Any:

@@ -28,7 +28,7 @@ from drumline.data.sources import VIDEO_MARK, Row, has_marked_videos, holds_imag
 from drumline.data.targets import EncodedSample, Encoder, TokenSegment, TruncationPolicy, truncate
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import ConfigError, DataError
-from drumline.foreign import expanded, finite_number
+from drumline.foreign import expand_home, finite_number
 
 DIGEST_DIGITS = 16  # hex digits of sha256 over a prompt
 MOST_DIGITS = 600  # digits of a class that is a number; Python parses at least 640
@@ -600,7 +600,7 @@ class LabelledImageEncoder:
         from drumline.models.pictures import read_image  # with torch
 
         name = resolve_image_path(row.values["image"], row.origin, self.root)
-        path = str((row.folder / expanded(name)).absolute())
+        path = str((row.folder / expand_home(name)).absolute())
         read_image(path, row.origin)
         label = label_of(row, self.labels)
         meta = {"label": label, "origin": row.origin, "path": path}

@@ -27,7 +27,7 @@ from typing import IO, Any, cast
 from drumline.config.data import COMPRESSED, KINDS_OF_FILES, FileSource, kind_of_file
 from drumline.config.urls import is_url
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import MIB, expanded, first_line, open_plain, translate_exceptions
+from drumline.foreign import MIB, expand_home, first_line, open_plain, translate_exceptions
 from drumline.hardware.detect import cache_dir
 from drumline.system.files import load_or_compute
 from drumline.system.redact import redact
@@ -275,7 +275,7 @@ def locate(source: FileSource, base_dir: Path) -> list[DataFile]:
     """
     if is_url(source.path):
         return _locate_remote(source, base_dir)
-    top = base_dir / expanded(source.path)
+    top = base_dir / expand_home(source.path)
     if top.is_dir():
         paths = _files_of_folder(top, source)
     else:
@@ -299,7 +299,7 @@ def find(pattern: str, base_dir: Path) -> list[Path]:
 
     A file with several names comes once. Raises DataError if there is none.
     """
-    full = str(base_dir / expanded(pattern))
+    full = str(base_dir / expand_home(pattern))
     # A file whose name has a wildcard in it is itself, and no pattern.
     names = [full]
     if not Path(full).is_file():

@@ -37,7 +37,7 @@ from drumline.data.sources import call_hub, domains
 from drumline.data.sql import hash_rows
 from drumline.data.tasks import no_reasoning_gym
 from drumline.errors import DataError, ModelError
-from drumline.foreign import expanded, first_line
+from drumline.foreign import expand_home, first_line
 from drumline.hardware.detect import cache_dir
 from drumline.models.files import tokenizer_folder, tokenizer_revision
 from drumline.models.image_tokens import Vision
@@ -220,7 +220,7 @@ def _identify_content(source: Source, base_dir: Path, is_stream: bool) -> Any:
         # Rows name the image files, which lie there.
         return str(cache_dir())
     if isinstance(source, SavedSource):
-        return _hash_saved_dataset(base_dir / expanded(source.path))
+        return _hash_saved_dataset(base_dir / expand_home(source.path))
     read = source.content
     if is_stream and source.limit is None:
         read = source.code
@@ -267,7 +267,7 @@ def _identify_tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> 
     if template is not None:
         # The name of a template of ours, or a file.
         if template not in TEMPLATES:
-            template = str(base_dir / expanded(template))
+            template = str(base_dir / expand_home(template))
         text = read_template(template)
         identity["chat_template"] = hashlib.sha256(text.encode()).hexdigest()
     if config.model.new_tokens:

@@ -79,13 +79,13 @@ def _path_or_bytes(image: Any, origin: str) -> Any:
         with translate_exceptions("is no data URL of base64", origin, DataError):
             return base64.b64decode(text, validate=True)
     if hasattr(image, "convert") and hasattr(image, "save"):
-        from drumline.models.pictures import in_colour
+        from drumline.models.pictures import to_upright_rgb
 
         buffer = io.BytesIO()
         with translate_exceptions(
             "an image cannot be read", origin, DataError, "fix it or take the row out"
         ):
-            in_colour(image).save(buffer, format="png")
+            to_upright_rgb(image).save(buffer, format="png")
         return buffer.getvalue()
     return image
 

@@ -47,7 +47,7 @@ from drumline.data.targets import EncodedSample, Encoder, TokenSegment, truncate
 from drumline.data.turns import Messages, as_messages
 from drumline.data.video_files import find_frames, video_state
 from drumline.errors import DataError
-from drumline.foreign import expanded
+from drumline.foreign import expand_home
 from drumline.models.image_tokens import Grid, Vision
 
 # Columns that other libraries read beside a conversation. No model gets them here, so rows with
@@ -79,7 +79,7 @@ class RowWithImageTokens:
     spans: list[tuple[int, int]]
     video_files: dict[str, str] = field(default_factory=dict)
 
-    def encoded(self, truncated: bool) -> EncodedSample:
+    def to_sample(self, truncated: bool) -> EncodedSample:
         """Return the row as `EncodedSample`. `truncated`: whether something was cut off."""
         meta = None
         # A sample with a meta is kept even without a target. Without a meta such a sample is left
@@ -180,7 +180,7 @@ class VisionRowEncoder:
             return None
         size = len(truncated_segment.tokens)
         if size == len(full.segment.tokens):
-            return full.encoded(truncated=False)
+            return full.to_sample(truncated=False)
         lost_its_answers = full.segment.target_count and not truncated_segment.target_count
         if lost_its_answers:
             return None
@@ -189,7 +189,7 @@ class VisionRowEncoder:
         has_lost_images = len(shortened.images) < len(full.images)
         if has_lost_images and self.images.vision.counts_images:
             return None
-        return shortened.encoded(truncated=True)
+        return shortened.to_sample(truncated=True)
 
 
 class VisionDocumentEncoder(TextRowEncoder):
@@ -526,7 +526,7 @@ class _ImagePlacer:
         image = _named_file(part, _IMAGE_KEYS)
         if image is None:
             image = self._next(self.waiting, "images")
-        path = expanded(resolve_image_path(image, self.row.origin, self.root))
+        path = expand_home(resolve_image_path(image, self.row.origin, self.root))
         self.paths.append(str((self.row.folder / path).absolute()))
         return {"type": "image"}
 
@@ -537,7 +537,7 @@ class _ImagePlacer:
             video = self._next(self.videos, "videos")
         if isinstance(video, str):
             # Before the frames are read: a change in between is then found later.
-            path = (self.row.folder / expanded(video)).absolute()
+            path = (self.row.folder / expand_home(video)).absolute()
             self.video_files[str(path)] = video_state(path)
         frames = find_frames(video, self.row.folder, self.most_frames, self.row.origin, self.root)
         self.paths += frames

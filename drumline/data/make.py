@@ -415,7 +415,7 @@ def write_cache(
     """
     config = build.config
     is_training = build.split == "train"
-    by_source = config.data.mixed and is_training
+    by_source = config.data.is_mixed and is_training
     ordered = config.data.curriculum is not None and is_training and status == TRAIN
     # Rows of several sources that are not grouped by source may share a pack, which then belongs to no
     # source.

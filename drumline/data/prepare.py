@@ -208,7 +208,7 @@ def _plan(builds: list[CacheBuild]) -> DataPlan:
         labels = config.algorithm.classes(train, [*held_out.values()])
         identity = identify(train)
     epoch_samples = 0
-    if config.data.mixed:
+    if config.data.is_mixed:
         epoch_samples = sum(source.per_epoch for source in sources)
     eval_sources: list[SourcePlan] = []
     lines_left_out = describe_left_out(train_name, info)
@@ -304,7 +304,7 @@ def _plan_sources(config: Config, info: dict[str, Any]) -> tuple[SourcePlan, ...
     found = [SourcePlan(**entry) for entry in info["by_source"]]
     # Without a mix a pack may hold rows of several sources. Then the samples of a source are None.
     sizes = [source.samples or 0 for source in found]
-    if config.data.mixed:
+    if config.data.is_mixed:
         counts = epoch_counts(config.data.train, sizes, config.data.temperature)
     else:
         counts = sizes

@@ -59,7 +59,7 @@ from drumline.data.sql import read_sql
 from drumline.data.tasks import read_tasks
 from drumline.data.turns import ROLES, parse_arguments, read_weight
 from drumline.errors import DataError
-from drumline.foreign import expanded, first_line, translate_exceptions, translate_number_errors
+from drumline.foreign import expand_home, first_line, translate_exceptions, translate_number_errors
 from drumline.system import mirror
 
 Tools = list[dict[str, Any]]
@@ -847,7 +847,7 @@ def _load_saved(source: SavedSource, base_dir: Path) -> Any:
     """
     import datasets
 
-    folder = str(base_dir / expanded(source.path))
+    folder = str(base_dir / expand_home(source.path))
     split = source.split
     with translate_exceptions(
         "not a saved dataset", folder, DataError, "give a folder written by save_to_disk"

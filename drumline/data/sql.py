@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from drumline.config.data import SqlSource
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import expanded, first_line, open_plain
+from drumline.foreign import expand_home, first_line, open_plain
 from drumline.system.redact import redact
 
 SQLITE_HEADER = b"SQLite format 3\0"
@@ -67,7 +67,7 @@ def hash_rows(source: SqlSource, base_dir: Path) -> str:
 def _connect(source: SqlSource, base_dir: Path) -> Any:
     """Return a connection to the database. Raises DataError and EnvironmentFault."""
     if source.path is not None:
-        return _connect_sqlite(base_dir / expanded(source.path))
+        return _connect_sqlite(base_dir / expand_home(source.path))
     where = f"url_env {source.url_env}"
     url = os.environ.get(source.url_env or "")
     if not url:

@@ -14,7 +14,7 @@ import numpy as np
 
 from drumline.data.image_files import refuse_url, resolve_image_path
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import expanded, translate_exceptions
+from drumline.foreign import expand_home, translate_exceptions
 from drumline.system.files import json_digest
 
 # Endings of files in a folder that are its frames.
@@ -38,7 +38,7 @@ def find_frames(video: Any, folder: Path, most: int, origin: str, root: Path) ->
         frames = list(video)
     elif isinstance(video, str) and video:
         refuse_url(video, "a video", origin)
-        path = (folder / expanded(video)).absolute()
+        path = (folder / expand_home(video)).absolute()
         if path.is_file():
             return _decode(path, most, origin, root)
         frames = _list_frames(path, origin)
@@ -49,7 +49,7 @@ def find_frames(video: Any, folder: Path, most: int, origin: str, root: Path) ->
         raise DataError("a video has no frames", where=origin, fix="take the row out")
     paths = []
     for index in choose_frames(len(frames), most):
-        path_of_frame = expanded(resolve_image_path(frames[index], origin, root))
+        path_of_frame = expand_home(resolve_image_path(frames[index], origin, root))
         paths.append(str((folder / path_of_frame).absolute()))
     return paths
 
@@ -89,11 +89,11 @@ def _list_frames(path: Path, origin: str) -> list[str]:
 def _frame_names(folder: Path) -> list[str]:
     """Return the names of the images in a folder, in the order of the numbers in them."""
     names = [each.name for each in folder.iterdir() if each.suffix.lower() in FRAMES]
-    names.sort(key=_by_numbers)
+    names.sort(key=_natural_sort_key)
     return names
 
 
-def _by_numbers(name: str) -> list[tuple[bool, int, str]]:
+def _natural_sort_key(name: str) -> list[tuple[bool, int, str]]:
     """Return a key that sorts names as people do: frame9 comes before frame10."""
     key = []
     for piece in re.split(r"(\d+)", name):

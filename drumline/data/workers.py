@@ -176,7 +176,7 @@ class ChunkEncoder:
         table = self._table(rows, samples, metas)
         near = {}
         if self.finds_near_copies:
-            near = self._near_copy_arrays(rows)
+            near = self._compute_near_copy_arrays(rows)
         return Chunk(
             np.concatenate(tokens),
             np.concatenate(learn),
@@ -222,7 +222,7 @@ class ChunkEncoder:
             images = image_paths_in_meta(encoded.meta or {})
         return digest(row, self.digests_all_columns, images)
 
-    def _near_copy_arrays(self, rows: list[Row]) -> dict[str, npt.NDArray[Any]]:
+    def _compute_near_copy_arrays(self, rows: list[Row]) -> dict[str, npt.NDArray[Any]]:
         """Return `Chunk.near` of rows: their MinHash signatures, and the hashes of their bands."""
         signatures = []
         for row in rows:

@@ -14,7 +14,7 @@ from drumline.doctor.diagnose import STDIN, Finding, diagnose, ranks_without_log
 from drumline.doctor.host import Question, examine
 from drumline.doctor.hosts import all_reduce, compare_hosts, examine_hosts
 from drumline.errors import UserError, printable
-from drumline.foreign import expanded
+from drumline.foreign import expand_home
 from drumline.hardware.catalog import OTHER_NETWORK
 from drumline.hardware.detect import detect
 from drumline.system.output import plural
@@ -207,7 +207,7 @@ def _model_folder(model: str | None) -> str | None:
     """Return the folder that `model.id` names; None for a model of the hub, or without a model."""
     if not model:
         return None
-    folder = expanded(model)
+    folder = expand_home(model)
     if folder.is_dir() or folder.is_absolute():
         return str(folder)
     return None
@@ -229,5 +229,5 @@ def _files(pattern: str, base: Path) -> list[str]:
 
     if is_url(pattern):
         return []
-    full = str(base / expanded(pattern))
+    full = str(base / expand_home(pattern))
     return sorted(glob(full, recursive=True)) or [full]  # noqa: PTH207 - it may be absolute

@@ -160,7 +160,7 @@ class _MatchGroup:
         if earlier is None or _order(evidence) < _order(earlier.evidence):
             self.first_with_names = line
 
-    def finding(self) -> Finding:
+    def build_finding(self) -> Finding:
         """Return the finding. The names in its cause are those of the first line that has names."""
         names: dict[str, str] = {}
         if self.first_with_names is not None:
@@ -260,12 +260,12 @@ def _search_file(path: Path, place: Path) -> Iterator[MatchedLine]:
     """
     with open_plain(path, UserError) as file:
         rank_of_file = _first_number(_RANK_FILE.search(str(path)))
-        attempts = _Attempts.of_file(path, place)
+        attempts = _Attempts.from_file(path, place)
         for signature, names, evidence in search(file, str(path)):
             rank = evidence.rank
             if rank is None:
                 rank = rank_of_file
-            attempt = evidence.attempt or attempts.at(evidence.line_number)
+            attempt = evidence.attempt or attempts.get_attempt(evidence.line_number)
             time = evidence.at or _end_of_rank(path)
             whole = replace(evidence, attempt=attempt, rank=rank, at=time)
             yield MatchedLine(signature, names, whole)
@@ -290,13 +290,13 @@ class _Attempts:
     # The numbers of these attempts, from 1; 0 if the attempt is not known.
     numbers: list[int]
 
-    def at(self, line: int) -> int:
+    def get_attempt(self, line: int) -> int:
         """Return the number of the attempt that a line belongs to."""
         following = bisect_right(self.first_lines, line)
         return self.numbers[following - 1]
 
     @staticmethod
-    def of_file(path: Path, place: Path) -> _Attempts:
+    def from_file(path: Path, place: Path) -> _Attempts:
         """Return the attempts in a file: by its events, or else by its name.
 
         Args:
@@ -304,7 +304,7 @@ class _Attempts:
             place: The file itself, or the folder that is searched.
         """
         if path.name == EVENTS:
-            return _Attempts.of_events(path)
+            return _Attempts.from_events(path)
         # Folders above the run may be named like an attempt.
         name = path
         if path != place:
@@ -316,7 +316,7 @@ class _Attempts:
         return _Attempts([0], [number])
 
     @staticmethod
-    def of_events(events: Path) -> _Attempts:
+    def from_events(events: Path) -> _Attempts:
         """Return the attempts in a file of events.
 
         An attempt begins with the event `run_start`, and ends with `fault`, which has its number.
@@ -477,7 +477,7 @@ def order_findings(found: Iterable[MatchedLine]) -> list[Finding]:
     for group in groups.values():
         # Some messages are a fault only if they are repeated.
         if group.count >= group.signature.least:
-            findings.append(group.finding())
+            findings.append(group.build_finding())
     with_causes = []
     for finding in findings:
         causes = _causes(finding, findings)
@@ -550,7 +550,7 @@ def _doctor_lines(
     """
     attempt = 0
     if path.name == EVENTS:
-        attempt = _Attempts.of_events(path).at(line)
+        attempt = _Attempts.from_events(path).get_attempt(line)
     for signature, names, _ in search(io.BytesIO(text.encode()), ""):
         evidence = Evidence(str(path), line, text, attempt, at=at)
         yield MatchedLine(signature, names, evidence)

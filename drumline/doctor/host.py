@@ -511,7 +511,7 @@ def check_memory(question: Question, machine: Machine, facts: dict[str, str]) ->
     less than the machine has; how much of its limit is already used is not counted.
     """
     seen = psutil.virtual_memory()
-    limit = Groups.of_this_process().memory_bytes()
+    limit = Groups.from_this_process().memory_bytes()
     group = "no limit by a control group"
     if limit < seen.total:
         group = f"control group {limit / GIB:.0f} GiB"

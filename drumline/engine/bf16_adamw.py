@@ -80,7 +80,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
         gradient = local(gradient).float()
         # Only what decides the noise is in the key, so a resumed run draws the same one.
         key = derive(self.seed, "rounding", int(steps), self.names[parameter])
-        noise = NoiseByPlace.of(parameter, key)
+        noise = NoiseByPlace.from_tensor(parameter, key)
 
         stored_mean = local(state["exp_avg"])
         stored_square = local(state["exp_avg_sq"])

@@ -241,7 +241,7 @@ def _pieces(packed: torch.Tensor, rows: torch.Tensor) -> Iterator[_Piece]:
             yield _Piece(values.view(-1, BLOCK), piece_codes.view(-1, BLOCK), piece_scales)
 
 
-def by_parameter(
+def split_by_parameter(
     flat: torch.Tensor, parameters: list[torch.Tensor]
 ) -> dict[torch.Tensor, torch.Tensor]:
     """Return each parameter's entries of a bucket, as views of it."""
@@ -264,7 +264,7 @@ class ErrorFeedback(Compressor):
 
     def add_errors(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
         """Add what earlier steps did not send to the gradients."""
-        for parameter, part in by_parameter(flat, parameters).items():
+        for parameter, part in split_by_parameter(flat, parameters).items():
             if parameter in self.errors:
                 part += self.errors[parameter]
 
@@ -274,7 +274,7 @@ class ErrorFeedback(Compressor):
         NaN and infinity are kept as 0: all ranks skip such a step, and later ones must not suffer.
         """
         finite = unsent.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        self.errors |= by_parameter(finite, parameters)
+        self.errors |= split_by_parameter(finite, parameters)
 
 
 class TopK(ErrorFeedback):
@@ -326,7 +326,7 @@ class PowerSGD(ErrorFeedback):
         self.add_errors(flat, parameters)
         matrices: dict[torch.Tensor, torch.Tensor] = {}
         sent_whole: list[torch.Tensor] = []
-        for parameter, part in by_parameter(flat, parameters).items():
+        for parameter, part in split_by_parameter(flat, parameters).items():
             if is_halved(parameter.shape, self.options.rank):
                 matrices[parameter] = part.view(parameter.shape[0], -1)
             else:
@@ -356,7 +356,7 @@ class PowerSGD(ErrorFeedback):
             # A step with NaN is passed over, and the next one must not start from its NaN.
             self.bases[parameter] = right.nan_to_num(nan=1.0, posinf=1.0, neginf=1.0)
         error -= flat
-        for parameter, part in by_parameter(error, parameters).items():
+        for parameter, part in split_by_parameter(error, parameters).items():
             # What was sent whole leaves no error.
             part *= parameter in matrices
         self.keep_errors(error, parameters)

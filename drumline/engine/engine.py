@@ -189,7 +189,7 @@ class CustomLoopEngine(Engine, Protocol):
     def divide(self, by: torch.Tensor) -> None:
         """Divide the gradients of the global batch by a scalar on the device, before `grad_norm`."""
 
-    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+    def evaluation_mode(self) -> contextlib.AbstractContextManager[None]:
         """Return a context to evaluate the model in, without gradients.
 
         On entering, the ranks agree on weights and statistics that may differ. Collective.

@@ -282,7 +282,7 @@ class ForwardEngine:
 
     def memory_stats(self) -> MemoryStats:
         """Bytes of the weights that this rank holds."""
-        return MemoryStats.of(self.model.parameters(), (), ())
+        return MemoryStats.from_tensors(self.model.parameters(), (), ())
 
     def exposed_communication(self) -> float | None:
         return self.wrapper.exposed_communication()
@@ -309,7 +309,7 @@ class ForwardEngine:
         return raise_precision(out)
 
     @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluation_mode(self) -> Iterator[None]:
         """See CustomLoopEngine.
 
         On leaving, each module is in the mode (training or not) that it had before.
@@ -331,7 +331,7 @@ class ForwardEngine:
     ) -> list[dict[str, torch.Tensor]]:
         """Return the sums of each micro-batch, `loss` among them, as scalars on the device."""
         outs = []
-        with self.evaluating(), self._autocast():
+        with self.evaluation_mode(), self._autocast():
             for batch in micro_batches:
                 alive()
                 loss_sum, sums = module(batch, objective)
@@ -599,7 +599,7 @@ class NativeEngine(ForwardEngine):
         gradients = [p.grad for p in self.named.values() if p.grad is not None]
         states = tensors_in(*self.optimizer.state.values())
         copies = getattr(self.optimizer, "copies", ())
-        return MemoryStats.of(parameters, gradients, [*states, *copies])
+        return MemoryStats.from_tensors(parameters, gradients, [*states, *copies])
 
     def _local_gradients(self) -> list[torch.Tensor]:
         """Return this rank's parts of the gradients."""

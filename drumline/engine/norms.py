@@ -56,7 +56,7 @@ def add_squares(found: Squares, gradients: list[torch.Tensor]) -> None:
             # All ranks of the groups have to be in the all-reduce.
             device = fp64_device(parts[0].device)
             found[groups] = torch.zeros((), device=device, dtype=torch.float64)
-        for dtype, same in _by_type_of_norm(not_empty).items():
+        for dtype, same in _group_by_norm_dtype(not_empty).items():
             # One kernel computes the norms of many tensors; their squares are added up in fp64.
             norms_N = torch.stack(foreach_norm(same, 2.0, dtype=dtype))
             squares = to_fp64(norms_N).square().sum()
@@ -66,7 +66,7 @@ def add_squares(found: Squares, gradients: list[torch.Tensor]) -> None:
                 found[groups] = squares
 
 
-def _by_type_of_norm(parts: list[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
+def _group_by_norm_dtype(parts: list[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
     """Return tensors by the type in which they are squared: fp64 for fp64, fp32 for all others."""
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for part in parts:

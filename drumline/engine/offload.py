@@ -85,7 +85,7 @@ class ActivationOffload:
         self.device_bytes += bytes_
         self.most_device_bytes = max(self.most_device_bytes, self.device_bytes)
 
-    def on_copy_stream(self) -> contextlib.AbstractContextManager[Any]:
+    def copy_stream_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context on the copy stream, which first waits for the work given to the device."""
         if self.stream is None:
             return contextlib.nullcontext()
@@ -207,7 +207,7 @@ class _Run:
         if not isinstance(tensor, FakeTensor):
             is_pinned = self.owner.stream is not None
             moved.host_copy = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
-            with self.owner.on_copy_stream():
+            with self.owner.copy_stream_context():
                 moved.host_copy.copy_(bytes_N, non_blocking=True)
 
     def record_last_copy(self) -> None:
@@ -253,7 +253,7 @@ class _Run:
         for moved in absent:
             moved.device_copy = torch.empty(moved.bytes_, dtype=torch.uint8, device=moved.device)
             self.owner.count_device_bytes(moved.bytes_)
-        with self.owner.on_copy_stream():
+        with self.owner.copy_stream_context():
             for moved in absent:
                 if moved.host_copy is not None and moved.device_copy is not None:
                     moved.device_copy.copy_(moved.host_copy, non_blocking=True)

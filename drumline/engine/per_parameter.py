@@ -86,9 +86,9 @@ class OptimizerOnHost(JoinedOptimizer):
         self.host_copies: dict[nn.Parameter, _HostCopy] = {}
         for name, parameter in named.items():
             if parameter.requires_grad:
-                copy = nn.Parameter(_on_host(parameter))
+                copy = nn.Parameter(_copy_to_host(parameter))
                 self.host_copies[parameter] = _HostCopy(copy, build({name: copy}))
-                copy.grad = _on_host(parameter)
+                copy.grad = _copy_to_host(parameter)
         super().__init__(*(copy.optimizer for copy in self.host_copies.values()))
 
     @property
@@ -152,7 +152,7 @@ class OptimizerOnHost(JoinedOptimizer):
             parameter.grad = None
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy in host memory, page-locked if the tensor is on a GPU.
 
     Of a DTensor this rank's part is copied, into a DTensor of the same layout.

@@ -329,7 +329,7 @@ class ForwardPipeline(PartOfPipeline):
         batches = list(micro_batches)
         # With each send its tensor, which must live until it has left.
         sends: list[tuple[Any, torch.Tensor]] = []
-        with self.evaluating():
+        with self.evaluation_mode():
             for stage in self.stages:
                 stage.begin(batches, objective, None)
             for batch in batches:

@@ -61,7 +61,7 @@ class NoiseByPlace:
         self.columns_1C = _hash(columns_C, ~key)[None]
 
     @classmethod
-    def of(cls, tensor: Tensor, key: int) -> NoiseByPlace:
+    def from_tensor(cls, tensor: Tensor, key: int) -> NoiseByPlace:
         """Return the noise for this rank's part of a tensor, which may be a DTensor."""
         whole = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):

@@ -43,7 +43,7 @@ class ShardedOptimizerWrapper(DataParallelWrapper):
         trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.buckets: list[Bucket] = []
         for bucket in buckets(trainable, bucket_bytes):
-            rows_of_bucket = [Rows.of(parameter, self.replicas) for parameter in bucket]
+            rows_of_bucket = [Rows.from_parameter(parameter, self.replicas) for parameter in bucket]
             self.buckets.append(Bucket(rows_of_bucket, self.replicas))
         # Id of a parameter → this rank's rows, which the optimizer updates.
         self.local_rows: dict[int, nn.Parameter] = {}
@@ -100,7 +100,7 @@ class ShardedOptimizerWrapper(DataParallelWrapper):
 
         `part`: what this rank holds of the tensor, which is sharded as the parameter is.
         """
-        rows = Rows.of(parameter, self.replicas)
+        rows = Rows.from_parameter(parameter, self.replicas)
         # A parameter that tensor parallelism has left whole is cut over the data ranks alone.
         mesh = self.replicas
         placements: list[Placement] = [Shard(0)]
@@ -116,7 +116,7 @@ class ShardedOptimizerWrapper(DataParallelWrapper):
                 placements = [StridedShard(0, split_factor=tp.size())]
             placements.append(placement)
         return DTensor.from_local(
-            rows.within(part),
+            rows.select(part),
             mesh,
             placements,
             run_check=False,
@@ -140,7 +140,7 @@ class Rows:
     count: int
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, replicas: DeviceMesh) -> Rows:
+    def from_parameter(cls, parameter: nn.Parameter, replicas: DeviceMesh) -> Rows:
         """Return the rows of a parameter that this rank updates."""
         rows = local(parameter).shape[0]
         # As torch's Shard does it: each rank has the same number, and the last ones what is left.
@@ -156,7 +156,7 @@ class Rows:
         entries_per_row = part.numel() // max(1, part.shape[0])
         return self.per_rank * entries_per_row
 
-    def within(self, part: Tensor) -> Tensor:
+    def select(self, part: Tensor) -> Tensor:
         """Return a view of these rows of a tensor that is cut as the parameter is."""
         return part[self.first : self.first + self.count]
 
@@ -216,7 +216,7 @@ class Bucket:
                 if not has_other_rank_one:
                     continue
                 parameter.grad = torch.zeros_like(parameter)
-            local_rows = slot.rows.within(local(parameter.grad))
+            local_rows = slot.rows.select(local(parameter.grad))
             sum_ = sums_N[slot.start : slot.start + local_rows.numel()]
             local_rows.copy_(sum_.view(local_rows.shape)).div_(self.ranks)
 
@@ -226,7 +226,7 @@ class Bucket:
         local_N = like.new_zeros(self.size)
         all_RN = like.new_empty(self.ranks, self.size)
         for slot in self.slots:
-            local_rows = slot.rows.within(local(slot.rows.parameter))
+            local_rows = slot.rows.select(local(slot.rows.parameter))
             stop = slot.start + local_rows.numel()
             local_N[slot.start : stop].copy_(local_rows.reshape(-1))
         dist.all_gather_into_tensor(all_RN.view(-1), local_N, group=self.group)

@@ -22,7 +22,7 @@ from drumline.models.adapters import copy_without_factors, is_tuned
 from drumline.models.attention import model_inputs
 from drumline.models.blocks import block_list, find_base_layer, reason_not_to_cut
 from drumline.models.head import Outputs, can_split, compute_outputs, trunk_and_head
-from drumline.models.router_load import counting
+from drumline.models.router_load import count_expert_tokens
 from drumline.models.scores import VALUE
 from drumline.models.small import TrialTokens, is_close, try_small
 from drumline.plan.rules import NO_PIPELINE
@@ -411,7 +411,7 @@ class Stage(nn.Module):
             return compute_outputs(self.model, batch, parts)
         # The trunk alone: a head would make logits that nobody reads.
         trunk = self.model.get_decoder() or self.model.base_model
-        with model_inputs(self.model, batch) as inputs, counting(self.model, batch):
+        with model_inputs(self.model, batch) as inputs, count_expert_tokens(self.model, batch):
             trunk(**inputs, use_cache=False)
         to_send = self.to_send
         self.to_send = None

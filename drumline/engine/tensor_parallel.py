@@ -243,7 +243,7 @@ class _SavedPart:
         self.gathered_again: Tensor | None = None
 
     @contextlib.contextmanager
-    def in_place_of(self, whole: Tensor) -> Iterator[None]:
+    def save_part_instead(self, whole: Tensor) -> Iterator[None]:
         """Within, autograd keeps the part in the place of `whole` and its views."""
         self.storage = whole.untyped_storage()
         try:
@@ -274,7 +274,7 @@ class _SavedPart:
         return whole.as_strided(shape, stride, offset)
 
 
-def _on_all_tokens(
+def _run_on_all_tokens(
     sequence_sharding: SequenceSharding, forward: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return a region's forward that is given this rank's tokens and runs on those of all ranks."""
@@ -299,7 +299,7 @@ def _on_all_tokens(
         if keeps_whole or not torch.is_grad_enabled():
             return forward(whole, *given[1:], **options)
         saved = _SavedPart(part_BtD, torch.no_grad()(sequence_sharding.gather))
-        with saved.in_place_of(whole):
+        with saved.save_part_instead(whole):
             return forward(whole, *given[1:], **options)
 
     return run
@@ -315,7 +315,7 @@ def _shard_between_blocks(model: nn.Module, sequence_sharding: SequenceSharding)
     """
     for name in column_parallel_modules(model):
         region = model.get_submodule(name)
-        region.forward = _on_all_tokens(sequence_sharding, region.forward)
+        region.forward = _run_on_all_tokens(sequence_sharding, region.forward)
     row = blocks_in_a_row(model)
     for name, block in row.items():
         for module in block.modules():

@@ -58,7 +58,7 @@ class Machine:
 def detect() -> Machine:
     """Return this machine, without GPUs that the variables hide."""
     devices, bf16 = _gpus()
-    groups = Groups.of_this_process()
+    groups = Groups.from_this_process()
     cores = min(usable_cores(), groups.cores())
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(
@@ -145,7 +145,7 @@ class Groups:
     listing: str
 
     @classmethod
-    def of_this_process(cls) -> Groups:
+    def from_this_process(cls) -> Groups:
         """Return the groups of this process; none if the kernel has no control groups."""
         listing = Path("/proc/self/cgroup")
         text = listing.read_text() if listing.exists() else ""

@@ -12,7 +12,7 @@ from drumline.config.config import Config
 from drumline.config.data import HubSource
 from drumline.config.load import changed_values
 from drumline.errors import ModelError
-from drumline.foreign import expanded, read_object
+from drumline.foreign import expand_home, read_object
 from drumline.models.export import PROVENANCE
 from drumline.plan.explain import count, explain, strategy_name
 from drumline.plan.plan import DataPlan, Plan
@@ -268,7 +268,7 @@ def base_of(plan: Plan) -> tuple[str | None, dict[str, Any]]:
         return None, {}
     path = Path(plan.model_path)
     base = model.id
-    if expanded(model.id).is_dir():
+    if expand_home(model.id).is_dir():
         base = path.name
     readme = None
     if path.is_dir():

@@ -158,7 +158,7 @@ def _run_ranks(
         events.append,
         "drumline.inference.rank",
         trial=True,
-        ranks=LocalRanks.of_plan(scratch_plan, early),
+        ranks=LocalRanks.from_plan(scratch_plan, early),
     )
     return exit_code, events
 
@@ -206,7 +206,7 @@ def plan_evaluation(
     run_dir = run_folder(config_path, overrides)
     weights = find_weights(config_path, [*overrides, *EVALUATION_OVERRIDES], place, run_dir)
     config = weights.loaded.config
-    config = config.model_copy(update={"eval": config.eval.of_metrics()})
+    config = config.model_copy(update={"eval": config.eval.keep_metrics_only()})
     request = Request(replace(weights.loaded, config=config))
     with bars(Console(stderr=True)) as on_progress:
         plan = make_plan(request, on_progress=on_progress)

@@ -27,7 +27,7 @@ from drumline.config.model import MOST_MULTIPLE, ModelConfig
 from drumline.config.rollouts import HFGenerator as HFConfig
 from drumline.dist.seeds import derive
 from drumline.errors import DataError, ModelError, UserError
-from drumline.foreign import expanded, read_object, require_package, translate_exceptions
+from drumline.foreign import expand_home, read_object, require_package, translate_exceptions
 from drumline.models.adapters import CONFIG as ADAPTER
 from drumline.models.adapters import load_adapters, merge_loaded
 from drumline.models.build import build_model
@@ -76,7 +76,7 @@ def load(
         where = os.fspath(place.dir)
     else:
         where = os.fspath(place)
-    plan_file = expanded(where) / "plan.json"
+    plan_file = expand_home(where) / "plan.json"
     if plan_file.is_file():
         plan = Plan.load(plan_file, trust_remote_code)
         if plan.config.has_own_module:
@@ -230,7 +230,7 @@ def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Mode
     nothing.
     """
     silence_transformers()
-    folder = expanded(place)
+    folder = expand_home(place)
     if (folder / "plan.json").exists():
         plan = Plan.load(folder / "plan.json", trust)
         if plan.config.head == "seq2seq":

@@ -240,7 +240,7 @@ class Agent(LocalElasticAgent):
         # The agent would turn these signals into an exception; the launcher has handlers of its
         # own.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-        groups = Groups.of_this_process()
+        groups = Groups.from_this_process()
         kills = groups.oom_kill_count()
         try:
             self.run()

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, redi
 from pathlib import Path
 
 from drumline.errors import EnvironmentFault
-from drumline.launch.tasks import JOINED, joined
+from drumline.launch.tasks import JOINED, is_joined_rank
 from drumline.system.process import ProcessId, die_with, process
 from drumline.system.redact import redact
 
@@ -51,7 +51,7 @@ def launched_by() -> str | None:
     The program is `torchrun`, `srun`, `mpirun`, or `environment` for any other launcher that sets
     the usual variables.
     """
-    if not joined():
+    if not is_joined_rank():
         return None
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return "torchrun"

@@ -21,8 +21,8 @@ from drumline.launch.hangs import write_stacks
 from drumline.launch.postmortem import (
     RankEnd,
     Restarts,
-    exhausted,
     likely_cause,
+    memory_exhaustion,
     report,
     root_cause,
 )
@@ -106,7 +106,7 @@ class LocalRanks:
         self.early = early
 
     @classmethod
-    def of_plan(cls, plan: Plan, early: EarlyRanks | None = None) -> LocalRanks:
+    def from_plan(cls, plan: Plan, early: EarlyRanks | None = None) -> LocalRanks:
         """Return the ranks of a plan, which use the processes of `early` if there are any."""
         options = plan.config.launch
         return cls(plan.mesh.world_size, options.port, options.grace_seconds, early)
@@ -153,7 +153,7 @@ def launch(
         EnvironmentFault: The port of the ranks is taken.
     """
     if ranks is None:
-        ranks = LocalRanks.of_plan(plan)
+        ranks = LocalRanks.from_plan(plan)
     judge = _AttemptJudge(plan, Path(plan.run_dir) / "events.jsonl", on_oom)
     start = Resume.parse(resume)
     attempt = -1
@@ -236,7 +236,7 @@ class _AttemptJudge:
         """Report a failure, and return whether to start again."""
         furthest_step, last_step = progress_of_attempt(self.events_path, self.events_before_attempt)
         step = max(last_step, 0)
-        out_of_memory = exhausted(cause)
+        out_of_memory = memory_exhaustion(cause)
         memory_line = None
         again = ""
         reason: str | None

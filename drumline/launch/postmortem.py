@@ -141,7 +141,7 @@ def _order_of_blame(end: RankEnd) -> tuple[bool, bool, float, int]:
     return not was_killed_from_outside, not end.suspended, end.at, end.rank
 
 
-def exhausted(cause: RankEnd) -> Exhausted | None:
+def memory_exhaustion(cause: RankEnd) -> Exhausted | None:
     """Return what is known of memory if it ran out; None if it did not.
 
     A rank that the kernel kills leaves no report. Such an end shows only in the signal together

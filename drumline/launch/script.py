@@ -29,7 +29,7 @@ from drumline.launch.local import (
     report_failure,
     reports_with_exit_code,
 )
-from drumline.launch.postmortem import RankEnd, Restarts, exhausted, report, root_cause
+from drumline.launch.postmortem import RankEnd, Restarts, memory_exhaustion, report, root_cause
 from drumline.system.files import follow_file, write_whole
 from drumline.system.output import Verbosity, say, say_note, verbosity
 from drumline.system.process import tied_arguments
@@ -168,7 +168,7 @@ def _report_failed_attempt(
     if session is not None:
         events_path = session.run_dir / "events.jsonl"
         furthest_step, last_step = progress_of_attempt(events_path, session.events_before)
-    out_of_memory = exhausted(cause)
+    out_of_memory = memory_exhaustion(cause)
     memory_line = None
     if out_of_memory is not None:
         memory_line = out_of_memory.describe()

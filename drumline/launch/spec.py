@@ -65,5 +65,5 @@ class LocalLauncher(LauncherSpec):
         """
         from drumline.launch.local import LocalRanks, launch
 
-        ranks = LocalRanks.of_plan(plan, early)
+        ranks = LocalRanks.from_plan(plan, early)
         return launch(plan, plan_path, resume, on_event, on_oom=on_oom, ranks=ranks)

@@ -44,11 +44,11 @@ def join_tasks() -> None:
     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, unless a
     launcher has set them.
     """
-    if not joined():
+    if not is_joined_rank():
         os.environ.update(task_variables(os.environ))
 
 
-def joined() -> bool:
+def is_joined_rank() -> bool:
     """Return whether this process has all variables of a rank, as torchrun sets them."""
     return all(name in os.environ for name in REQUIRED)
 
@@ -63,7 +63,7 @@ def require_rendezvous() -> None:
         SystemExit: It is such a task, and another task reports the error.
     """
     tasks = max(_int_variable(os.environ, name) for name in TASKS)
-    if tasks < 2 or joined():
+    if tasks < 2 or is_joined_rank():
         return
     if "SLURM_PTY_PORT" in os.environ:
         what = f"this terminal is one of the {tasks} tasks of an srun --pty, and the rest do not hear what is typed"
@@ -92,7 +92,7 @@ def srun_of_allocation() -> list[str]:
     one task, on this host.
     """
     env = os.environ
-    if joined() or _is_of_mpi(env) or "SLURM_JOB_ID" not in env:
+    if is_joined_rank() or _is_of_mpi(env) or "SLURM_JOB_ID" not in env:
         return []
     if env.get("SLURM_STEP_ID", "") not in {"", *NO_TASKS}:
         return []
@@ -111,9 +111,9 @@ def srun_of_allocation() -> list[str]:
     return step
 
 
-def requeued() -> bool:
+def is_requeued() -> bool:
     """Return whether a batch script that Slurm has requeued runs this command once more."""
-    if joined() or "SLURM_JOB_ID" not in os.environ:
+    if is_joined_rank() or "SLURM_JOB_ID" not in os.environ:
         return False
     return _int_variable(os.environ, "SLURM_RESTART_COUNT") > 0
 

@@ -580,7 +580,7 @@ def _first_factors(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     if layer.lora_magnitude_vector:
         # The base as it is stored, which rounds it.
         if is_packed:
-            kept = base.unpacked(torch.float32, values["base_layer.packed"])
+            kept = base.unpack(torch.float32, values["base_layer.packed"])
         else:
             kept = weight.to(base.weight.dtype).float()
         has_inputs_first = layer.fan_in_fan_out or isinstance(base, nn.Embedding)

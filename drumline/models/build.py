@@ -209,7 +209,7 @@ def _read_whole_model(
     # transformers reads the files by a config of their own number of rows; `grow_whole` adds the
     # rest.
     stored = config
-    if growth is not None and growth.added:
+    if growth is not None and growth.added_rows:
         stored = deepcopy(config)
         set_rows(stored, growth.stored)
     reading = options | hub_options(path, model)

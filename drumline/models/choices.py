@@ -41,7 +41,7 @@ class Choices(NamedTuple):
     ids_MK: Tensor
     log_probs_ML: Tensor
 
-    def at(self, rows_m: Tensor) -> Choices:
+    def select(self, rows_m: Tensor) -> Choices:
         """Return the choices of some of the tokens, by their numbers."""
         return Choices(self.ids_MK[rows_m], self.log_probs_ML[rows_m])
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from drumline.config.model import ModelConfig
 from drumline.errors import DrumlineError, EnvironmentFault, ModelError
-from drumline.foreign import PICKLE, expanded, first_line, read_object
+from drumline.foreign import PICKLE, expand_home, first_line, read_object
 from drumline.hardware.detect import cache_dir
 from drumline.models.classes import AUTO, DROPOUT_KEYS
 from drumline.system import mirror
@@ -70,7 +70,7 @@ def resolve(model: ModelConfig, on_progress: OnProgress, label: str = "model.id"
     """
     if model.id is None:
         return None
-    folder = expanded(model.id)
+    folder = expand_home(model.id)
     where = f"{label} {model.id}".lstrip()
     if model.id.startswith(mirror.PREFIX):
         return mirror.download(model.id, model.revision, "model", ModelError, where)

@@ -45,7 +45,7 @@ from drumline.models.losses import (
     summed_loss,
 )
 from drumline.models.router import router_of, trains_router
-from drumline.models.router_load import counting
+from drumline.models.router_load import count_expert_tokens
 from drumline.models.scores import class_logits, grey_image, score_head, score_parts
 from drumline.models.seq2seq import (
     head_bias,
@@ -198,7 +198,7 @@ class Outputs:
             values_BT1 = functional.linear(hidden_BTD.to(precise), weight, bias)
         return self._whole(values_BT1.squeeze(-1))
 
-    def pooled(self, weights_BT: torch.Tensor) -> torch.Tensor:
+    def pool(self, weights_BT: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each row's hidden states, fp32[B, D].
 
         It is whole on every rank that shares the samples. `weights_BT`: fp32, without gradient.
@@ -226,13 +226,13 @@ class Outputs:
         comparison = Comparison(Divergence(kind, beta), temperature, chunk)
         rows_M = self._rows_of_targets(targets_BT)
         if self.sequence is not None:
-            teacher = teacher.at(self._numbers_of_targets(targets_BT)[rows_M])
+            teacher = teacher.select(self._numbers_of_targets(targets_BT)[rows_M])
         if self.logits_BTV is not None:
             logits_NV = self.logits_BTV.flatten(0, 1)
-            loss_sum, kl_sum = comparison.of_logits(logits_NV, rows_M, teacher)
+            loss_sum, kl_sum = comparison.sum_with_logits(logits_NV, rows_M, teacher)
         else:
             hidden_ND, head = self._hidden_and_head()
-            loss_sum, kl_sum = comparison.of_head(hidden_ND, head, rows_M, teacher)
+            loss_sum, kl_sum = comparison.sum_with_head(hidden_ND, head, rows_M, teacher)
         return self._total(loss_sum), self._total(kl_sum)
 
     def top_choices(
@@ -508,7 +508,7 @@ def compute_outputs(
     that this gives the same numbers (`shares_prompts`).
     """
     if ends_in_classes(model):
-        with counting(model, batch, sequence=sequence):
+        with count_expert_tokens(model, batch, sequence=sequence):
             return Outputs(logits_BC=class_logits(model, batch, sequence))
     if ends_in_hidden_states(model):
         return _hidden_outputs(model, batch, sequence)
@@ -529,7 +529,7 @@ def compute_outputs(
         run: Callable[..., Any] = model
         if parts is not None:
             run, _ = parts
-        with counting(model, batch, shared, sequence):
+        with count_expert_tokens(model, batch, shared, sequence):
             result = run(**inputs, use_cache=False)
     known = Outputs(
         score=score,
@@ -562,7 +562,10 @@ def _shared_prompts(model: Any, batch: Any) -> Any:
 
 def _hidden_outputs(model: Any, batch: Any, sequence: SequencePart | None) -> Outputs:
     """Return the outputs of a trunk without a head."""
-    with model_inputs(model, batch, sequence) as inputs, counting(model, batch, sequence=sequence):
+    with (
+        model_inputs(model, batch, sequence) as inputs,
+        count_expert_tokens(model, batch, sequence=sequence),
+    ):
         hidden_BTD = model(**inputs).last_hidden_state
     return Outputs(hidden_BTD=hidden_BTD, sequence=sequence)
 

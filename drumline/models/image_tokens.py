@@ -63,7 +63,7 @@ class Vision(ABC):
 
     @classmethod
     @abstractmethod
-    def of_config(
+    def from_config(
         cls, path: str, model: ModelConfig, config: Any, max_pixels: int | None = None
     ) -> Self:
         """Return the object of a model by transformers' config of it."""
@@ -209,7 +209,7 @@ class QwenVision(Vision):
     width: int = 0
 
     @classmethod
-    def of_config(
+    def from_config(
         cls, path: str, model: ModelConfig, config: Any, max_pixels: int | None = None
     ) -> Self:
         sizes = config.vision_config
@@ -379,7 +379,7 @@ class GemmaVision(TileVision):
     text_around: ClassVar[tuple[str, str]] = ("\n\n", "\n\n")
 
     @classmethod
-    def of_config(
+    def from_config(
         cls, path: str, model: ModelConfig, config: Any, max_pixels: int | None = None
     ) -> Self:
         side = int(config.vision_config.image_size)
@@ -435,7 +435,7 @@ class InternVision(TileVision):
     """
 
     @classmethod
-    def of_config(
+    def from_config(
         cls, path: str, model: ModelConfig, config: Any, max_pixels: int | None = None
     ) -> Self:
         sizes = config.vision_config
@@ -480,7 +480,7 @@ class SmolVision(TileVision):
     """
 
     @classmethod
-    def of_config(
+    def from_config(
         cls, path: str, model: ModelConfig, config: Any, max_pixels: int | None = None
     ) -> Self:
         sizes = config.vision_config
@@ -560,7 +560,7 @@ class OneVision(TileVision):
     counts_images: ClassVar[bool] = True
 
     @classmethod
-    def of_config(
+    def from_config(
         cls, path: str, model: ModelConfig, config: Any, max_pixels: int | None = None
     ) -> Self:
         side = int(config.vision_config.image_size)
@@ -669,7 +669,7 @@ def trial_images(config: Any, ids_BT: torch.Tensor) -> tuple[torch.Tensor, dict[
 
     Raises ModelError for a type of model that is not known.
     """
-    vision = family_of(config).of_config("", ModelConfig(), config)
+    vision = family_of(config).from_config("", ModelConfig(), config)
     rows = len(ids_BT)
     image_BT = torch.full((rows, vision.blank_size), vision.token_id, device=ids_BT.device)
     with_image_BT = torch.cat((ids_BT[:, :1], image_BT, ids_BT[:, 1:]), 1)

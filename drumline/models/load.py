@@ -55,7 +55,7 @@ from drumline.models.freeze import freeze
 from drumline.models.router import trains_router
 from drumline.models.router_load import has_router_bias
 from drumline.models.scores import add_head, first_position, is_bidirectional, score_head
-from drumline.models.seq2seq import of_both_stacks
+from drumline.models.seq2seq import encoder_decoder_facts
 from drumline.models.shapes import check_length, full_config
 from drumline.models.vocabulary import Growth, growth_of, set_rows
 from drumline.plan.facts import ModelFacts
@@ -105,7 +105,7 @@ def load_grown(path: str | None, model: ModelConfig) -> tuple[Any, Growth | None
     """
     config = stored_config(path, model)
     growth = growth_of(config, path, model)
-    if growth is not None and growth.added:
+    if growth is not None and growth.added_rows:
         set_rows(config, growth.rows)
     return config, growth
 
@@ -270,7 +270,7 @@ def facts(
             raise bidirectional_error(model)
         sizes = _facts_of_text(model, length, head)
         if head == "seq2seq":
-            return of_both_stacks(model, sizes, length)
+            return encoder_decoder_facts(model, sizes, length)
         return sizes
 
 

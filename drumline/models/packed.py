@@ -120,7 +120,7 @@ class PackedTensor:
             codes, self.scales = _pack_8bit(matrix)
         return codes.view(self.storage).view(self.packed_shape)
 
-    def unpacked(self, dtype: torch.dtype, packed: torch.Tensor) -> torch.Tensor:
+    def unpack(self, dtype: torch.dtype, packed: torch.Tensor) -> torch.Tensor:
         """Return the unpacked weight in `dtype`. `packed`: its codes, which must be whole.
 
         Of experts that are cut over ranks these are the rank's own.
@@ -210,7 +210,7 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The unpacked weight, [R, C] in fp32. DoRA takes the lengths of its rows."""
-        return self.unpacked(torch.float32)
+        return self.unpack(torch.float32)
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Pack a whole weight, float[R, C]: keep its scales and return its codes.
@@ -219,14 +219,14 @@ class PackedLinear(nn.Module):
         """
         return self.packing.pack_weight(weight)
 
-    def unpacked(self, dtype: torch.dtype, packed: torch.Tensor | None = None) -> torch.Tensor:
+    def unpack(self, dtype: torch.dtype, packed: torch.Tensor | None = None) -> torch.Tensor:
         """Return the unpacked weight, [R, C] in `dtype`.
 
         `packed`: the codes to unpack; None: those that this layer holds, which must be whole.
         """
         if packed is None:
             packed = self.packed
-        return self.packing.unpacked(dtype, packed)
+        return self.packing.unpack(dtype, packed)
 
     @torch.compiler.disable
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -248,7 +248,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, inputs: torch.Tensor, layer: PackedLinear) -> torch.Tensor:
         """Return inputs @ weightᵀ in the type of the inputs."""
         ctx.layer = layer
-        weight = layer.unpacked(inputs.dtype)
+        weight = layer.unpack(inputs.dtype)
         if layer.has_inputs_first:
             return inputs @ weight
         return inputs @ weight.T
@@ -257,7 +257,7 @@ class _Product(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the gradient of the inputs; the weight is frozen."""
-        weight = ctx.layer.unpacked(grad.dtype)
+        weight = ctx.layer.unpack(grad.dtype)
         if ctx.layer.has_inputs_first:
             return grad @ weight.T, None
         return grad @ weight, None
@@ -328,7 +328,7 @@ class _ExpertProduct(torch.autograd.Function):
         ctx.packing = packing
         ctx.multiply = multiply
         ctx.is_transposed = is_transposed
-        weight = packing.unpacked(rows.dtype, _local_codes(base, packing))
+        weight = packing.unpack(rows.dtype, _local_codes(base, packing))
         if is_transposed:
             weight = weight.transpose(-2, -1)
         return multiply(rows, weight)
@@ -337,7 +337,7 @@ class _ExpertProduct(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradient of the rows; the tensor is frozen."""
-        weight = ctx.packing.unpacked(grad.dtype, _local_codes(ctx.base, ctx.packing))
+        weight = ctx.packing.unpack(grad.dtype, _local_codes(ctx.base, ctx.packing))
         if not ctx.is_transposed:
             weight = weight.transpose(-2, -1)
         return ctx.multiply(grad.contiguous(), weight), None, None, None, None

@@ -19,7 +19,7 @@ from drumline.models.files import call_loader, hub_options
 
 
 def read_image(path: str, origin: str) -> Any:
-    """Return an image from a file, as `in_colour` makes it.
+    """Return an image from a file, as `to_upright_rgb` makes it.
 
     Raises DataError that names `origin` (a row) and the path.
     """
@@ -27,7 +27,7 @@ def read_image(path: str, origin: str) -> Any:
 
     try:
         with Image.open(Path(path)) as image:
-            return in_colour(image)
+            return to_upright_rgb(image)
     except FileNotFoundError as error:
         fix = "paths are relative to the folder of the data file"
         raise DataError(f"image {path}: no such file", where=origin, fix=fix) from error
@@ -38,7 +38,7 @@ def read_image(path: str, origin: str) -> Any:
         raise DataError(what, where=origin, fix="fix it or take the row out") from error
 
 
-def in_colour(image: Any) -> Any:
+def to_upright_rgb(image: Any) -> Any:
     """Return a picture of Pillow upright and in RGB.
 
     Of 16 bits the upper eight are taken, and white is behind transparent parts. Raises ValueError

@@ -103,7 +103,7 @@ def counted_text(text: str) -> str:
     return text
 
 
-def sized(value: Any) -> Any:
+def count_size(value: Any) -> Any:
     """Return `value`, after counting its size. Raises TooMuch."""
     step()
     size = _size(value)
@@ -242,13 +242,13 @@ def _fixed_characters(node: nodes.Node) -> int:
 
 
 def _sized_visit(name: str) -> Callable[[Any, Any, Any], None]:
-    """Return the visit of a node that writes a call of `sized` around its value.
+    """Return the visit of a node that writes a call of `count_size` around its value.
 
     `name`: of Jinja's visit.
     """
 
     def visit(self: Any, node: Any, frame: Any) -> None:
-        self.write("environment.sized(")
+        self.write("environment.count_size(")
         getattr(CodeGenerator, name)(self, node, frame)
         self.write(")")
 
@@ -358,7 +358,7 @@ def _limited_binop(self: Sandbox, context: Any, operator: str, left: Any, right:
             # 3 * "text" is the same as "text" * 3.
             left, right = right, left
         _require_affordable_product(operator, left, right)
-    return sized(_call_binop(self, context, operator, left, right))
+    return count_size(_call_binop(self, context, operator, left, right))
 
 
 def _require_affordable_product(operator: str, left: Any, right: Any) -> None:
@@ -392,7 +392,7 @@ def limit_templates() -> None:
         # Compiled templates call these by their names (see `_Counting`).
         "step": staticmethod(step),
         "counted_text": staticmethod(counted_text),
-        "sized": staticmethod(sized),
+        "count_size": staticmethod(count_size),
     }
     for name, replacement in replacements.items():
         setattr(Sandbox, name, replacement)

@@ -2,7 +2,7 @@
 
 - `watch_router_load` prepares a model: the experts of each layer count the router's choices on
   the device, so the host waits for nothing.
-- Engines run each forward within `counting`, which adds up the counts of its layers.
+- Engines run each forward within `count_expert_tokens`, which adds up the counts of its layers.
 - `train.router_load` sums them over the ranks once a step, reports them and balances the experts.
 
 Padding is not counted, so the sum over all ranks is the same however a batch is cut and spread. No
@@ -208,7 +208,7 @@ class RouterLoad:
             direction_E = torch.sign(load_E.mean() - load_E) * may_update.to(load_E.device)
             bias_E.add_(direction_E.to(bias_E), alpha=rate)
 
-    def by_layer(self, counts: list[float]) -> dict[str, list[int]]:
+    def split_by_layer(self, counts: list[float]) -> dict[str, list[int]]:
         """Return the counts of each layer by its name. `counts`: those of all layers end to end."""
         found: dict[str, list[int]] = {}
         start = 0
@@ -279,7 +279,7 @@ def router_load_of(model: Any) -> RouterLoad | None:
     return load
 
 
-def counting(
+def count_expert_tokens(
     model: Any, batch: Any, shared: Any = None, sequence: SequencePart | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """Return the context in which to run a forward, so that its experts' tokens are counted.

@@ -170,7 +170,7 @@ def _shifts_targets(small: Any, ids_BT: torch.Tensor) -> bool:
     return start is not None and torch.equal(prepare(ids_BT), expected_BT)
 
 
-def of_both_stacks(model: Any, facts: ModelFacts, length: int) -> ModelFacts:
+def encoder_decoder_facts(model: Any, facts: ModelFacts, length: int) -> ModelFacts:
     """Return the facts of an encoder-decoder model.
 
     A sample has two rows of `length` tokens, one for each stack, so a token passes half of the

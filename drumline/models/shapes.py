@@ -65,7 +65,7 @@ def _rows(text: str) -> dict[str, Known]:
     return rows
 
 
-def _sized(sizes: Sequence[int], **more: Any) -> dict[str, Any]:
+def _with_sizes(sizes: Sequence[int], **more: Any) -> dict[str, Any]:
     """Return values of a config: as many of SIZES as `sizes` has, and `more`."""
     return {**dict(zip(SIZES, sizes, strict=False)), **more}
 
@@ -75,14 +75,14 @@ def _gemma3(name: str, *sizes: int, head_dim: int) -> Known:
 
     `sizes`: of the language model, in the order of SIZES.
     """
-    text = _sized(
+    text = _with_sizes(
         sizes,
         model_type="gemma3_text",
         head_dim=head_dim,
         vocab_size=262208,
         max_position_embeddings=131072,
     )
-    vision = _sized(
+    vision = _with_sizes(
         (1152, 4304, 27, 16),
         model_type="siglip_vision_model",
         patch_size=14,
@@ -130,7 +130,7 @@ def _qwen3_vl(name: str, *sizes: int, small: bool) -> Known:
     `sizes`: of the language model, in the order of SIZES. `small`: it has the smaller tower, and a
     head tied to the embedding.
     """
-    text = _sized(
+    text = _with_sizes(
         sizes,
         model_type="qwen3_vl_text",
         head_dim=128,
@@ -148,7 +148,7 @@ def _qwen3_vl_moe(name: str, *sizes: int) -> Known:
     `sizes`: of the language model, in the order of SIZES, and the width of an expert.
     """
     *dense, expert = sizes
-    text = _sized(
+    text = _with_sizes(
         dense,
         model_type="qwen3_vl_moe_text",
         head_dim=128,
@@ -208,7 +208,7 @@ def _gemma4(name: str, *sizes: int, global_kv_heads: int, experts: int = 0) -> K
     values of each sixth layer, which sees the whole row. `experts`: experts of a mixture beside
     each feed-forward part, of width 704, of which 8 take a token.
     """
-    text = _sized(
+    text = _with_sizes(
         sizes,
         model_type="gemma4_text",
         head_dim=256,
@@ -223,7 +223,7 @@ def _gemma4(name: str, *sizes: int, global_kv_heads: int, experts: int = 0) -> K
     if experts:
         text |= {"enable_moe_block": True, "num_experts": experts}
         text |= {"top_k_experts": 8, "moe_intermediate_size": 704}
-    vision = _sized(
+    vision = _with_sizes(
         (1152, 4304, 27, 16, 16),
         model_type="gemma4_vision",
         head_dim=72,
@@ -244,7 +244,7 @@ def _mistral3(name: str, text_type: str, *sizes: int, positions: int, tied: bool
 
     `text_type`: model_type of the language model. `sizes`: its, in the order of SIZES.
     """
-    text = _sized(
+    text = _with_sizes(
         sizes,
         model_type=text_type,
         head_dim=128,
@@ -253,7 +253,7 @@ def _mistral3(name: str, text_type: str, *sizes: int, positions: int, tied: bool
         sliding_window=None,
         tie_word_embeddings=tied,
     )
-    vision = _sized(
+    vision = _with_sizes(
         (1024, 4096, 24, 16),
         model_type="pixtral",
         patch_size=14,
@@ -286,7 +286,7 @@ def _nemotron3(name: str, pattern: str, **more: int) -> Known:
 
 def _llama4(name: str, experts: int, each: int, positions: int) -> Known:
     """Return a Llama 4. `each`: one layer of this many is a mixture of experts."""
-    text = _sized(
+    text = _with_sizes(
         (5120, 8192, 48, 40, 8),
         model_type="llama4_text",
         head_dim=128,
@@ -300,7 +300,7 @@ def _llama4(name: str, experts: int, each: int, positions: int) -> Known:
         "interleave_moe_layer_step": each,
     }
     text |= {"use_qk_norm": each == 1}
-    vision = _sized(
+    vision = _with_sizes(
         (1408, 5632, 34, 16), model_type="llama4_vision_model", image_size=336, patch_size=14
     )
     vision |= {"vision_output_dim": 4096, "projector_input_dim": 4096, "projector_output_dim": 4096}
@@ -413,7 +413,7 @@ gpt-oss-120b openai/gpt-oss-120b 2880 2880 36 64 8 201088 131072 num_local_exper
 # predicts two tokens.
 _DEEPSEEK_V3 = {"model_type": "deepseek_v3", "max_position_embeddings": 163840}
 # Its config is of type kimi_k2, whose code is DeepSeek's.
-_KIMI_K2 = _sized(
+_KIMI_K2 = _with_sizes(
     (7168, 18432, 61, 64, 64),
     model_type="deepseek_v3",
     vocab_size=163840,
@@ -502,7 +502,7 @@ def _qwen35_models() -> dict[str, Known]:
     for size, (sizes, value_heads, tower) in dense.items():
         is_tied = size in ("0.8B", "2B", "4B")
         name = f"Qwen3.5-{size}"
-        models[name.lower()] = _qwen35(name, _sized(sizes), value_heads, tower, is_tied)
+        models[name.lower()] = _qwen35(name, _with_sizes(sizes), value_heads, tower, is_tied)
     models["qwen3.5-35b-a3b"] = _qwen35_moe(
         "Qwen3.5-35B-A3B", 2048, 40, 16, 2, 512, experts=256, per_token=8, value_heads=32
     )
@@ -637,7 +637,7 @@ def _short(name: str) -> str:
     return name.rpartition("/")[2].lower().replace("_", "-")
 
 
-def near(name: str) -> list[str]:
+def list_similar_names(name: str) -> list[str]:
     """Return up to three known names that are similar to an unknown one."""
     return difflib.get_close_matches(name.rpartition("/")[2].lower(), KNOWN, n=3, cutoff=0.5)
 
@@ -671,7 +671,7 @@ def unknown_shape(name: str, reason: str) -> ModelError:
         "write it out: model.shape={layers: 32, hidden: 4096, heads: 32, kv_heads: 8,"
         " intermediate: 14336, vocabulary: 128256}"
     )
-    guesses = near(name)
+    guesses = list_similar_names(name)
     if guesses:
         fix = f"did you mean {' or '.join(guesses)}? Or {fix}"
     what = f"no shape is known of this model: {reason}"

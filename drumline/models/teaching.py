@@ -43,7 +43,7 @@ class TeacherStates:
     hidden_ME: Tensor
     head: LinearHead
 
-    def at(self, rows_m: Tensor) -> TeacherStates:
+    def select(self, rows_m: Tensor) -> TeacherStates:
         """Return the states of some of the tokens, by their numbers."""
         return TeacherStates(self.hidden_ME[rows_m], self.head)
 
@@ -68,10 +68,10 @@ class Comparison:
     temperature: float = 1.0
     chunk: int = 0
 
-    def of_logits(
+    def sum_with_logits(
         self, logits_NV: Tensor, rows_M: Tensor, teacher: Teacher
     ) -> tuple[Tensor, Tensor]:
-        """Return the sums of `of_head` from whole logits of the student, by autograd.
+        """Return the sums of `sum_with_head` from whole logits of the student, by autograd.
 
         Collective if the teacher's head has a part of the rows.
         """
@@ -87,7 +87,7 @@ class Comparison:
         student_ML = choice_log_probs(logits_MV, teacher.ids_MK, self.temperature)
         return self._sums(student_ML, teacher.log_probs_ML)
 
-    def of_head(
+    def sum_with_head(
         self, hidden_ND: Tensor, head: LinearHead, rows_M: Tensor, teacher: Teacher
     ) -> tuple[Tensor, Tensor]:
         """Return the divergence and KL(teacher ‖ student), each summed over the M tokens, in fp32.
@@ -102,7 +102,7 @@ class Comparison:
         return self._sums(student_ML, teacher.log_probs_ML)
 
     def _sums(self, student_MV: Tensor, teacher_MV: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sums of `of_head` from log-probabilities."""
+        """Return the sums of `sum_with_head` from log-probabilities."""
         loss_M = self.divergence.loss(student_MV, teacher_MV)
         kl_M = kl(teacher_MV, student_MV.detach())
         return loss_M.sum(), kl_M.sum()
@@ -136,7 +136,7 @@ def _states_sums(
     rows_M: Tensor,
     teacher: TeacherStates,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums of `Comparison.of_head` for the whole vocabulary, chunk by chunk.
+    """Return the sums of `Comparison.sum_with_head` for the whole vocabulary, chunk by chunk.
 
     As in `losses.linear_cross_entropy` the forward also computes the gradients, so that no logits
     are kept or computed twice. If one model has more entries in its vocabulary, they are left out:

@@ -41,7 +41,7 @@ def vision_of(config: Config, path: str | None, hf_config: Any) -> Vision | None
     require_pillow(f"model of type {hf_config.model_type}")
     source = path or config.model.tokenizer
     assert source is not None, "load_tokenizer has refused this"
-    vision = family.of_config(source, config.model, hf_config, config.data.image_max_pixels)
+    vision = family.from_config(source, config.model, hf_config, config.data.image_max_pixels)
     if config.packs and vision.unpacked:
         raise NO_PACKING.error(vision.unpacked)
     vision.check_processor(hf_config)

@@ -41,12 +41,12 @@ class Growth:
     already_known: tuple[str, ...] = ()
 
     @property
-    def added(self) -> int:
+    def added_rows(self) -> int:
         """How many rows the model has behind those of the files."""
         return self.rows - self.stored
 
     @property
-    def reused(self) -> int:
+    def reused_rows(self) -> int:
         """How many new tokens take rows of the files."""
         reused = [token_id for token_id in self.initial_tokens if token_id < self.stored]
         return len(reused)
@@ -54,7 +54,7 @@ class Growth:
     @property
     def changes_rows(self) -> bool:
         """Whether the model's rows differ from those of its files."""
-        return self.added > 0 or bool(self.initial_tokens)
+        return self.added_rows > 0 or bool(self.initial_tokens)
 
 
 def growth_of(config: Any, path: str | None, model: ModelConfig) -> Growth | None:
@@ -205,7 +205,7 @@ def grow_whole(model: Any, growth: Growth) -> None:
     stored = {}
     for name in _vocabulary_parameter_names(model):
         stored[name] = model.get_parameter(name).detach().clone()
-    if growth.added:
+    if growth.added_rows:
         # Not transformers' own mean, which it draws around: `GrownRows` fills these rows.
         model.resize_token_embeddings(growth.rows, mean_resizing=False)
     with torch.no_grad():

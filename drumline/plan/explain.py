@@ -87,7 +87,7 @@ def explain(plan: Plan) -> str:
     """Return the whole plan as lines: its numbers, and why those were chosen that were left open."""
     config = plan.config
     steps = "known once the data is prepared" if plan.steps is None else plan.steps
-    memory = f"activation checkpointing {checkpointing(plan)}, offload {_describe_offload(plan)}"
+    memory = f"activation checkpointing {describe_checkpointing(plan)}, offload {_describe_offload(plan)}"
     rows = [
         ("run folder", plan.run_dir),
         ("model", _model(plan)),
@@ -191,7 +191,7 @@ def _warm_up(plan: Plan) -> str:
     return str(plan.warmup_steps)
 
 
-def checkpointing(layout: Layout) -> str:
+def describe_checkpointing(layout: Layout) -> str:
     """Return the kind of activation checkpointing, with the number of blocks if not all have it."""
     blocks = layout.config.memory.checkpointed_blocks
     if blocks is not None:

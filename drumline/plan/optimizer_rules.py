@@ -38,7 +38,7 @@ def refusals(case: Case) -> Iterator[Refusal]:
             where,
         )
     if options.in_backward or options.offload:
-        yield from _per_parameter_steps(case)
+        yield from _refuse_per_parameter_steps(case)
     if options.kind == "schedule_free":
         yield from _schedule_free(case, where)
     if case.config.precision.master == "bf16":
@@ -52,7 +52,7 @@ ACCUMULATES = Refusal(
 )  # fmt: skip
 
 
-def _per_parameter_steps(case: Case) -> Iterator[Refusal]:
+def _refuse_per_parameter_steps(case: Case) -> Iterator[Refusal]:
     """Yield refusals of optimizers that step parameter by parameter: in_backward and offload."""
     config = case.config
     options = config.optimizer
@@ -101,10 +101,10 @@ def _per_parameter_steps(case: Case) -> Iterator[Refusal]:
             where,
         )
     if options.in_backward:
-        yield from _in_backward(case, where)
+        yield from _refuse_in_backward(case, where)
 
 
-def _in_backward(case: Case, where: str) -> Iterator[Refusal]:
+def _refuse_in_backward(case: Case, where: str) -> Iterator[Refusal]:
     """Yield refusals of optimizers that step as soon as a gradient is there, within backward."""
     config = case.config
     if config.optimizer.max_grad_norm is not None:

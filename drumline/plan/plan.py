@@ -67,7 +67,7 @@ class DataIdentity(Frozen):
     )
 
 
-def _by_name(value: Any) -> Any:
+def _key_by_name(value: Any) -> Any:
     """Return evaluation sets by name. Older plans have one set, or null."""
     if value is None:
         return {}
@@ -110,7 +110,7 @@ class DataPlan(Frozen):
     """The prepared data: folders of the token cache (see data.prepare) and what they hold."""
 
     train_cache: str
-    eval_caches: Annotated[dict[str, str], BeforeValidator(_by_name)] = Field(
+    eval_caches: Annotated[dict[str, str], BeforeValidator(_key_by_name)] = Field(
         default_factory=dict,
         validation_alias=AliasChoices("eval_caches", "eval_cache"),
         description="Folder of each evaluation set, by the name of the set; the name is empty if there is one without a name.",

@@ -3,7 +3,7 @@
 Counting the sizes (`models.load.facts`) builds the model on the meta device, and importing torch and
 transformers for it takes seconds. Two cases follow from known sizes without it:
 
-- another size of a known family, such as a Llama with more layers (`of_family`);
+- another size of a known family, such as a Llama with more layers (`derive_from_family`);
 - a known model under LoRA adapters (`with_lora`).
 
 The result equals what `models.load.facts` would count, to the last weight. If that is not certain,
@@ -136,7 +136,7 @@ ADAPTED_CLASSES = {"AdaptedExperts", "ExpertFactor"}
 Dimensions = Mapping[str, int]
 
 
-def of_family(
+def derive_from_family(
     values: Mapping[str, Any], known: Iterable[tuple[Mapping[str, Any], ModelFacts]], length: int
 ) -> ModelFacts | None:
     """Return the sizes of a config's model, from a known model that differs from it in sizes alone.

@@ -228,7 +228,7 @@ def run_under_faults(
     devices = devices or world
     hosts = _hosts(devices, cluster)
     restart = _restart_seconds(cluster, pace)
-    notice = _NoticeSeconds.of(hosts, pace)
+    notice = _NoticeSeconds.estimate(hosts, pace)
     mtbf = (cluster.mtbf_hours or MTBF_HOURS) * HOUR_SECONDS / devices
     from_disk = restart + read
     if options.asynchronous:
@@ -282,7 +282,7 @@ class _NoticeSeconds(NamedTuple):
     any_fault: float
 
     @classmethod
-    def of(cls, hosts: int, pace: Pace) -> _NoticeSeconds:
+    def estimate(cls, hosts: int, pace: Pace) -> _NoticeSeconds:
         """Return the seconds of a run on so many hosts.
 
         On one host there is no other host that would wait for it, so the dead ranks are what is

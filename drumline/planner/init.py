@@ -27,7 +27,7 @@ from drumline.config.load import Loaded, load_text, schema
 from drumline.config.registry import kinds_alone
 from drumline.config.urls import is_url
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError, UserError
-from drumline.foreign import disk_errors, expanded, read_object
+from drumline.foreign import disk_errors, expand_home, read_object
 from drumline.models.shapes import find
 from drumline.planner.question import (
     ADAPTERS,
@@ -198,7 +198,7 @@ def _prepare(config: Config, path: Path, on_progress: OnProgress) -> Prepared:
     if not config.images_alone:
         text_config = model.hf_config.get_text_config()
         positions = getattr(text_config, "max_position_embeddings", None)
-    config = fitted(config, first_rows, positions)
+    config = fit_to_rows(config, first_rows, positions)
     request = build_request(Loaded(config, path, path.parent), on_progress)
     return Prepared(_with_batch(request.question), request.notes, first_rows)
 
@@ -436,7 +436,7 @@ def source_of(typed: str, path: Path) -> dict[str, Any]:
     source: dict[str, Any] = SourceSpec.long(typed, Path())
     is_file = source["kind"] in ("file", "saved") and not is_url(typed)
     if is_file:
-        place = expanded(typed)
+        place = expand_home(typed)
         source["path"] = typed
         if not place.is_absolute():
             source["path"] = os.path.relpath(place.absolute(), path.absolute().parent)
@@ -538,7 +538,7 @@ def read_first_rows(
 def _is_here(source: SourceSpec, base: Path) -> bool:
     """Return whether the rows of a source can be read without waiting for a network."""
     if isinstance(source, FileSource | SavedSource):
-        path = expanded(source.path)
+        path = expand_home(source.path)
         if (base / path).exists():
             return True
         return not path.is_absolute() and any(base.glob(source.path))
@@ -556,7 +556,7 @@ def _encoder(config: Config, model: FoundModel) -> Any:
     return config.algorithm.encoder(load_tokenizer(model.path, config.model), endless)
 
 
-def fitted(config: Config, first: FirstRows | None, positions: int | None) -> Config:
+def fit_to_rows(config: Config, first: FirstRows | None, positions: int | None) -> Config:
     """Return the config with what follows from its rows.
 
     That is a length that they fit in, if none was given, a holdout, and when to save and evaluate.

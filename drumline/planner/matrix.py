@@ -163,13 +163,13 @@ def as_text(device: str) -> str:
         for option, row in table.items():
             if not row[kind].reason:
                 supported.append(option)
-        lines.append(_beside(kind, _join_options(supported), left))
+        lines.append(_wrap_beside_name(kind, _join_options(supported), left))
     unsupported = []
     for option, row in table.items():
         if all(cell.reason for cell in row.values()):
             unsupported.append(option)
     if unsupported:
-        lines.append(_beside("none of them", _join_options(unsupported), left))
+        lines.append(_wrap_beside_name("none of them", _join_options(unsupported), left))
     lines.append("")
     lines.append("`drumline strategies NAME` says why it lacks an option, and what to use instead.")
     for group in GROUPS:
@@ -202,12 +202,12 @@ def as_text_of(kind: str, device: str) -> str:
         heading = f"{kind} on GPUs"
     else:
         heading = f"{kind} on a CPU"
-    lines = [heading, "", _beside("goes with", _join_options(supported), left)]
+    lines = [heading, "", _wrap_beside_name("goes with", _join_options(supported), left)]
     for option, cell in column.items():
         if cell.reason:
             lines.append("")
-            lines.append(_beside(option, f"no: {cell.reason}", left))
-            lines.append(_beside("", f"instead: {cell.instead}", left))
+            lines.append(_wrap_beside_name(option, f"no: {cell.reason}", left))
+            lines.append(_wrap_beside_name("", f"instead: {cell.instead}", left))
     return "\n".join(lines)
 
 
@@ -216,7 +216,7 @@ def _join_options(options: list[str]) -> str:
     return ", ".join(option.replace(" ", NO_BREAK) for option in options)
 
 
-def _beside(name: str, text: str, left: int) -> str:
+def _wrap_beside_name(name: str, text: str, left: int) -> str:
     """Return a name in a column of `left` characters, and a text wrapped beside it."""
     wrapped = fill(
         text,

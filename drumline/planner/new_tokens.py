@@ -99,19 +99,21 @@ def vocabulary_notes(config: Config, policy: FoundModel) -> list[str]:
     if growth is None:
         return []
     lines = []
-    if growth.reused:
+    if growth.reused_rows:
         lines.append(
-            f"new tokens: {growth.reused:,} of them take rows of the embedding that no token used"
+            f"new tokens: {growth.reused_rows:,} of them take rows of the embedding that no token used"
         )
-    if growth.added:
-        lines.append(f"new tokens: the embedding grows by {growth.added:,} rows to {growth.rows:,}")
+    if growth.added_rows:
+        lines.append(
+            f"new tokens: the embedding grows by {growth.added_rows:,} rows to {growth.rows:,}"
+        )
     if growth.already_known:
         names = ", ".join(repr(token) for token in growth.already_known)
         its_row_stays = "its row begins as it is"
         if len(growth.already_known) > 1:
             its_row_stays = "their rows begin as they are"
         lines.append(f"new tokens: the tokenizer has {names} already, and {its_row_stays}")
-    if growth.added and _samples_on_server_with_weights(config):
+    if growth.added_rows and _samples_on_server_with_weights(config):
         size: dict[str, Any] = {"vocab_size": growth.rows}
         is_nested = policy.hf_config.get_text_config() is not policy.hf_config
         if is_nested:

@@ -71,7 +71,7 @@ class Recipe:
         """The model's name without its size: `qwen3` of qwen3-30b-a3b."""
         return re.split(r"-\d+(?:\.\d+)?b(?=-|$)", self.model)[0]
 
-    def planned(self) -> dict[str, str]:
+    def describe_prediction(self) -> dict[str, str]:
         """Return what the head of the file says: memory, speed, time and price as texts."""
         return dict(PLANNED_LINE.findall(self.path.read_text()))
 
@@ -145,7 +145,7 @@ def show_recipes(family: str | None, task: str | None, machine: str | None) -> N
         justify: JustifyMethod = "left" if title == "recipe" else "right"
         table.add_column(title, justify=justify, no_wrap=True, overflow="fold")
     for recipe in choose(family, task, machine):
-        planned = recipe.planned()
+        planned = recipe.describe_prediction()
         first_words = [planned[key].split()[0] for key in ("memory", "speed", "time", "price")]
         table.add_row(recipe.name, *first_words)
     console = Console(highlight=False)

@@ -54,7 +54,7 @@ def resolve_seq2seq(config: Config, hf_config: Any, note: Callable[[Iterable[str
         what = "the config does not say which token the decoder begins with"
         fix = "set model.config: {decoder_start_token_id: …}"
         raise ModelError(what, where="model.config", fix=fix)
-    spec = algorithm.beside_encoder(start)
+    spec = algorithm.spec_for_encoder_decoder(start)
     if spec is None:
         what = f"{name} has an encoder and a decoder, which {algorithm.kind} does not train"
         raise ModelError(what, where="algorithm.kind", fix="use algorithm: sft")

@@ -26,7 +26,7 @@ from drumline.foreign import read_object, read_text
 from drumline.hardware.detect import cache_dir
 from drumline.models.shapes import KNOWN, full_config
 from drumline.plan.facts import ModelFacts, with_length
-from drumline.planner.derived import KEYS_WITHOUT_EFFECT_ON_SIZES, of_family, with_lora
+from drumline.planner.derived import KEYS_WITHOUT_EFFECT_ON_SIZES, derive_from_family, with_lora
 from drumline.system.files import load_or_compute
 from drumline.version import __version__
 
@@ -183,7 +183,7 @@ def _derive(found: FoundModel, length: int) -> ModelFacts | None:
             counted_length, facts = parse(body)
             return with_length(facts, counted_length, length)
     family = ((config, parse(body)[1]) for config, body in known)
-    return of_family(values, family, length)
+    return derive_from_family(values, family, length)
 
 
 def _known_of_type(lines: list[str], model_type: Any) -> list[_Known]:

@@ -438,7 +438,7 @@ def _final_values(name: str, runs: list[RunFacts], last_step: int) -> list[float
     curves = [run.raw_curves[name] for run in runs]
     if name.startswith(HELD_OUT):
         # An evaluation before the others', or before training, does not tell which run is better.
-        curves = _at_common_steps(curves)
+        curves = _select_common_steps(curves)
     values = []
     for points in curves:
         value = _final_value(points, last_step)
@@ -448,7 +448,7 @@ def _final_values(name: str, runs: list[RunFacts], last_step: int) -> list[float
     return values
 
 
-def _at_common_steps(curves: list[RawPoints]) -> list[RawPoints]:
+def _select_common_steps(curves: list[RawPoints]) -> list[RawPoints]:
     """Return the points of the steps after step 0 that all curves have."""
     steps_by_curve = []
     for points in curves:

@@ -273,7 +273,7 @@ def _chart_of_sets(name: str, run: RunFacts, sets: list[str]) -> ChartSpec:
 def _marks(run: RunFacts) -> list[dict[str, Any]]:
     """Return a mark at each step after which the run was started again."""
     marks = []
-    for event in run.of("fault"):
+    for event in run.events_of_kind("fault"):
         if event.get("action") in RESTARTS:
             step = event.get("step")
             marks.append({"x": step, "text": "restart"})

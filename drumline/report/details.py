@@ -267,7 +267,7 @@ def _comparison_table(comparisons: list[Comparison]) -> Table:
             why = "off"
         planned = row.show(row.predicted)
         measured = row.show(row.measured)
-        difference = row.by_how_much()
+        difference = row.describe_difference()
         rows.append([row.category, planned, measured, difference, why])
     why_header = f"why (“off” is more than {OFF:.0%})"
     headers = ["", "planned", "measured", "difference", why_header]
@@ -302,7 +302,7 @@ def _memory_by_rank(run: RunFacts) -> list[Series]:
 def _memory_by_step(run: RunFacts) -> dict[int, list[float]]:
     """Return the bytes of each rank by step, without those of damaged events."""
     sizes_by_step: dict[int, list[float]] = {}
-    for event in run.of("step"):
+    for event in run.events_of_kind("step"):
         sizes = event.get("memory_bytes")
         if not isinstance(sizes, list) or not sizes:
             continue
@@ -392,7 +392,7 @@ def faults(run: RunFacts, registry: ChartRegistry) -> Attempts | None:
     ]
     troubles = []
     for kind, label in TROUBLES.items():
-        for event in run.of(kind):
+        for event in run.events_of_kind(kind):
             why = event.get("why")
             step = event.get("step")
             troubles.append(without_empty([(label, why), ("after step", step)]))
@@ -501,7 +501,7 @@ def evaluations(run: RunFacts, registry: ChartRegistry) -> Table | None:
 
     None if no evaluation has a score.
     """
-    eval_events = run.of("eval")
+    eval_events = run.events_of_kind("eval")
     # Of all evaluations: one may lack a score that another has.
     names: dict[str, None] = {}
     for event in eval_events:
@@ -553,7 +553,7 @@ def samples(run: RunFacts, registry: ChartRegistry) -> list[Card] | None:
     """
     # Each is (step, samples).
     written = []
-    for event in run.of("samples"):
+    for event in run.events_of_kind("samples"):
         found = _dictionaries(event.get("samples"))
         if found:
             written.append((event["step"], found))
@@ -610,7 +610,7 @@ def rollouts(run: RunFacts, registry: ChartRegistry) -> Rollouts | None:
     None if the run recorded none.
     """
     episodes = []
-    for event in run.of("completions"):
+    for event in run.events_of_kind("completions"):
         for values in _dictionaries(event.get("completions")):
             episodes.append(Episode(event, values))
     if not episodes:
@@ -732,7 +732,7 @@ def devices(run: RunFacts, registry: ChartRegistry) -> Devices | None:
             charts.append(chart)
     # In kWh. Each start counts its own, so that they are added up.
     energies = []
-    for event in run.of("run_end"):
+    for event in run.events_of_kind("run_end"):
         energy = as_number(event.get("kwh"))
         if energy is not None:
             energies.append(energy)
@@ -747,7 +747,7 @@ def devices(run: RunFacts, registry: ChartRegistry) -> Devices | None:
 def _device_points(run: RunFacts, field: str) -> dict[int, Points]:
     """Return the points of a field of `devices` events by rank."""
     points: dict[int, Points] = {}
-    for event in run.of("devices"):
+    for event in run.events_of_kind("devices"):
         step = event.get("step")
         if type(step) is not int:
             continue

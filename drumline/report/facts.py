@@ -284,7 +284,7 @@ class RunFacts:
             self.problems.append(
                 "there is no events.jsonl: the run never started, or the file was removed"
             )
-        elif not self.of("step"):
+        elif not self.events_of_kind("step"):
             self.problems.append("the run never finished a step")
 
     def _read_object(self, name: str) -> dict[str, Any]:
@@ -317,7 +317,7 @@ class RunFacts:
             problem = f"{share} could not be read, or not whole; that is left out"
             self.problems.append(problem)
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
+    def events_of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of a kind, in order."""
         return [event for event in self.events if event["kind"] == kind]
 
@@ -336,7 +336,7 @@ class RunFacts:
         """
         # None, too: a step that is done again replaces the number that it had before.
         values: dict[int, float | None] = {}
-        for event in self.of(kind):
+        for event in self.events_of_kind(kind):
             step = event["step"]
             values[step] = as_number(event.get(name))
         points: Points = []
@@ -376,7 +376,7 @@ class RunFacts:
     @property
     def last_step(self) -> int:
         """Return the number of the last step that was done; 0 if there was none."""
-        steps = [event["step"] for event in self.of("step")]
+        steps = [event["step"] for event in self.events_of_kind("step")]
         return max(steps, default=0)
 
     @cached_property
@@ -489,7 +489,7 @@ class RunFacts:
         from drumline.plan.estimate import Estimate
         from drumline.telemetry.plan_accuracy import Measurement, compare
 
-        measured = [event for event in self.of("measured") if event.get("memory")]
+        measured = [event for event in self.events_of_kind("measured") if event.get("memory")]
         if not measured:
             return []
         newest = measured[-1]
@@ -517,7 +517,7 @@ class RunFacts:
             manifests[step] = _manifest(folder)
         # A checkpoint may have an event alone, since it was removed, or a folder alone, if the
         # events were.
-        saves = {event["step"]: event for event in self.of("save")}
+        saves = {event["step"]: event for event in self.events_of_kind("save")}
         rows = []
         for step in sorted(saves.keys() | manifests.keys()):
             manifest = manifests.get(step, {})
@@ -532,7 +532,7 @@ class RunFacts:
     @property
     def restarts(self) -> int:
         """Return how often the launcher started the run again after a fault."""
-        actions = [event.get("action") for event in self.of("fault")]
+        actions = [event.get("action") for event in self.events_of_kind("fault")]
         return sum(action in RESTARTS for action in actions)
 
     @cached_property

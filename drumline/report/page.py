@@ -64,7 +64,7 @@ def report(folders: list[Path], out: Path | None) -> Path:
     return path
 
 
-def at_end(plan: Plan) -> Path | None:
+def write_final_page(plan: Plan) -> Path | None:
     """Write the page at a run's end, and a PNG if matplotlib is installed; return the page's path.
 
     None if `report.html` is false or no rank began. Whatever fails is one note, since the run has

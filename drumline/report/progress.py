@@ -679,7 +679,7 @@ class Progress:
         parts: list[RenderableType] = [self._bar(step, steps)]
         if self.step:
             parts.append(self._table(self.step))
-        waiting = self._waiting(step, steps)
+        waiting = self._describe_wait(step, steps)
         if waiting:
             parts.append(waiting)
         title = _text(
@@ -755,7 +755,7 @@ class Progress:
         parts.append(spark(losses))
         return "  ".join(parts)
 
-    def _waiting(self, step: int, steps: int) -> Text | None:
+    def _describe_wait(self, step: int, steps: int) -> Text | None:
         """Return a line on what the run does between steps; None while steps go on.
 
         `step`: the newest step. `steps`: of the whole run.

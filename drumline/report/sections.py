@@ -271,7 +271,7 @@ def _remarks(run: RunFacts) -> list[str]:
     lines += _without_reward(run)
     lines += _unrewarded_episodes(run)
     for kind, remark in REMARKS.items():
-        first_events = run.of(kind)[:MOST_REMARKS]
+        first_events = run.events_of_kind(kind)[:MOST_REMARKS]
         for event in first_events:
             # An event of another version may lack a field.
             values = defaultdict(lambda: None, event)
@@ -288,7 +288,7 @@ def _remarks(run: RunFacts) -> list[str]:
 
 def _not_finite(run: RunFacts) -> list[str]:
     """Return the line that counts the steps whose loss or gradient was not finite."""
-    steps = run.of("nonfinite")
+    steps = run.events_of_kind("nonfinite")
     if not steps:
         return []
     first = steps[0]["step"]
@@ -298,7 +298,7 @@ def _not_finite(run: RunFacts) -> list[str]:
 def _weights_differ(run: RunFacts) -> list[str]:
     """Return a line for each of the first steps at which the weights of ranks differed."""
     lines = []
-    for event in run.of("weights_differ")[:MOST_REMARKS]:
+    for event in run.events_of_kind("weights_differ")[:MOST_REMARKS]:
         ranks = ranks_named(event.get("ranks") or [])
         step = event.get("step")
         lines.append(f"the weights of {ranks} differed at step {step}")
@@ -308,7 +308,7 @@ def _weights_differ(run: RunFacts) -> list[str]:
 def _failed_saves(run: RunFacts) -> list[str]:
     """Return a line for each of the first checkpoints that could not be saved."""
     lines: list[str] = []
-    for event in run.of("save"):
+    for event in run.events_of_kind("save"):
         error = event.get("error")
         if error and len(lines) < MOST_REMARKS:
             step = event.get("step")
@@ -333,7 +333,7 @@ def _never_differed(run: RunFacts) -> list[str]:
     if run.config.get("algorithm.kind") == "ppo":
         return []
     shares = []
-    for event in run.of("rollout"):
+    for event in run.events_of_kind("rollout"):
         # Older runs have a share of 0 if there is no reward.
         if event.get("reward") is None:
             continue
@@ -350,7 +350,7 @@ def _never_differed(run: RunFacts) -> list[str]:
 def _without_reward(run: RunFacts) -> list[str]:
     """Return the line that counts the rollouts of which no episode got a reward."""
     # By step: a rollout that is done again after a restart counts once.
-    rollouts = {event.get("step"): event for event in run.of("rollout")}
+    rollouts = {event.get("step"): event for event in run.events_of_kind("rollout")}
     rewards = [event.get("reward") for event in rollouts.values()]
     without = rewards.count(None)
     if not without:

@@ -84,7 +84,7 @@ class Event:
         return {**own, **self.metrics, **own}
 
     @staticmethod
-    def of(values: dict[str, Any]) -> Event:
+    def from_values(values: dict[str, Any]) -> Event:
         """Return the event with these values on disk; `Unknown` for a kind that is not known here.
 
         A field whose value is of another type than the kind declares is None.
@@ -471,7 +471,7 @@ class EventLog:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-        return Event.of(values)
+        return Event.from_values(values)
 
 
 def read(path: Path) -> list[Event]:
@@ -519,7 +519,7 @@ def _parse_line(line: str) -> tuple[Event | None, bool]:
         return None, False
     if not _has_valid_step(values):
         return None, False
-    event = Event.of(values)
+    event = Event.from_values(values)
     for name, (key, *_) in event.types.items():
         is_dropped = getattr(event, name) is None and values.get(key) is not None
         if is_dropped:

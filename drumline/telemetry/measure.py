@@ -48,7 +48,7 @@ PROC_FIELDS = ("VmSize", "VmData", "VmRSS", "VmHWM")
 log = logging.getLogger(__name__)
 
 
-def planned(estimate: Estimate) -> Planned:
+def planned_event(estimate: Estimate) -> Planned:
     """Return the event of what a plan predicts."""
     return Planned(
         memory=estimate.memory.model_dump(),

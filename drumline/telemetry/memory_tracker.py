@@ -275,7 +275,7 @@ class MemoryStats(NamedTuple):
     optimizer: int
 
     @classmethod
-    def of(
+    def from_tensors(
         cls,
         parameters: Iterable[torch.Tensor],
         gradients: Iterable[torch.Tensor],

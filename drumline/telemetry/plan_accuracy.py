@@ -110,7 +110,7 @@ class Comparison(Frozen):
         """Return, for example, `peak: predicted 1.20 GiB, measured 1.50 GiB, 25% more`."""
         predicted = self.show(self.predicted)
         measured = self.show(self.measured)
-        return f"{self.category}: predicted {predicted}, measured {measured}, {self.by_how_much()}"
+        return f"{self.category}: predicted {predicted}, measured {measured}, {self.describe_difference()}"
 
     def show(self, value: float) -> str:
         """Return a value of this category with its unit."""
@@ -118,7 +118,7 @@ class Comparison(Frozen):
             return size(value)
         return f"{value:.3g} s"
 
-    def by_how_much(self) -> str:
+    def describe_difference(self) -> str:
         """Return the difference in words: `12% more`, `as predicted`, `37 times as much`."""
         off = self.off
         # Below it, two digits of a percentage are zeros.

@@ -43,7 +43,7 @@ class Profile:
         self.on_gpu = plan.device == "cuda"
         self.profiler: Any = None
 
-    def before(self, steps_done: int) -> None:
+    def start_if_due(self, steps_done: int) -> None:
         """Start the profiler if the step after `steps_done` steps is the first one to profile."""
         if self.profiler is not None or steps_done not in self.steps:
             return
@@ -57,7 +57,7 @@ class Profile:
         self.profiler = profile(activities=activities, profile_memory=True, acc_events=True)
         self.profiler.start()
 
-    def after(self, steps_done: int, last: bool = False) -> None:
+    def stop_if_due(self, steps_done: int, last: bool = False) -> None:
         """Stop the profiler and write its files if the last step to profile is done.
 
         Args:

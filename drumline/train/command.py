@@ -23,7 +23,7 @@ from drumline.launch.local import resume_of_restart
 from drumline.launch.rank_phases import rank_phases
 from drumline.launch.tasks import (
     become,
-    requeued,
+    is_requeued,
     require_rendezvous,
     srun_of_allocation,
     torchrun_of_node,
@@ -32,7 +32,7 @@ from drumline.plan.explain import default_run_dir, explain, plan_line
 from drumline.plan.plan import Plan
 from drumline.plan.resolve import default_processes
 from drumline.report.bars import bars, notes, stderr_bars
-from drumline.report.page import at_end
+from drumline.report.page import write_final_page
 from drumline.report.progress import Progress
 from drumline.report.start_banner import banner_lines
 from drumline.report.waiting import PhaseDurations
@@ -168,7 +168,7 @@ def request_maker(
         if chosen_resume is not None:
             # The run may be somebody else's, so its code is not trusted.
             loaded = read_config(overrides, strategy, trusted=False)
-        if requeued():
+        if is_requeued():
             run_dir = Path(loaded.config.run.dir or default_run_dir(loaded.path))
             chosen_resume = resume_of_restart(
                 chosen_resume, run_dir, loaded.config.checkpoint.allows_separate_folders
@@ -248,7 +248,7 @@ def _print_all_keys(request: Request) -> None:
         print(f"# {line}")
 
 
-def _unchanged(plan: Plan) -> Plan:
+def _keep_plan(plan: Plan) -> Plan:
     return plan
 
 
@@ -256,7 +256,7 @@ def launch_ranks(
     request: Request,
     display: bool,
     watch: bool = False,
-    change: Callable[[Plan], Plan] = _unchanged,
+    change: Callable[[Plan], Plan] = _keep_plan,
 ) -> tuple[Path, int]:
     """Train by our own launcher. Returns the run folder and the exit code.
 
@@ -314,7 +314,7 @@ def launch_ranks(
             plan, plan_path, resume_option(resume), on_event, replanner, early_ranks
         )
         if not launcher.is_lease_remote:
-            page = at_end(plan)
+            page = write_final_page(plan)
             if progress is not None:
                 progress.page = page
     return run_dir, code

@@ -75,11 +75,11 @@ def training_order(plan: Plan, samples: int) -> Order:
     seed = derive(config.run.seed, "order")
     shuffles = config.data.order == "shuffle"
     curriculum = config.data.curriculum
-    if curriculum is None and not config.data.mixed:
+    if curriculum is None and not config.data.is_mixed:
         return GlobalOrder(samples, seed, shuffles)
     sizes: tuple[int, ...] = (samples,)
     counts: tuple[int, ...] = (samples,)
-    if config.data.mixed:
+    if config.data.is_mixed:
         # How many samples each source has, and how many of them an epoch takes.
         sources = plan.data.sources if plan.data else ()
         sizes = tuple(source.samples or 0 for source in sources)

@@ -43,7 +43,7 @@ from drumline.telemetry.events import (
     RunStart,
     read,
 )
-from drumline.telemetry.measure import planned
+from drumline.telemetry.measure import planned_event
 from drumline.telemetry.trackers import Callbacks, open_sinks
 from drumline.telemetry.watched import Devices
 from drumline.train.failure import convert_out_of_memory, exit_on_error, record_failure
@@ -147,7 +147,7 @@ def train_on(
 
     emit(run_start(plan, resume))
     if plan.predicted.estimate is not None:
-        emit(planned(plan.predicted.estimate))
+        emit(planned_event(plan.predicted.estimate))
     with convert_out_of_memory(plan, ranks.rank) as memory_watch:
         loop = build(plan, ranks, resume, emit, stop_flag, past, goodput)
         memory_watch.set_engine(loop.engine)

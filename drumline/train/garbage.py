@@ -14,7 +14,7 @@ FULL_EVERY = 10  # every so many collections one is full: over all objects, in t
 
 
 class GarbageCollection:
-    """A context in which Python collects cycles of objects only when `after` is called."""
+    """A context in which Python collects cycles of objects only when `collect_if_due` is called."""
 
     def __init__(self, every: int) -> None:
         """`every`: steps between two collections; 0: Python decides, as it does without this."""
@@ -32,7 +32,7 @@ class GarbageCollection:
         if self.was_enabled:
             gc.enable()
 
-    def after(self, step: int) -> None:
+    def collect_if_due(self, step: int) -> None:
         """Collect if it is time.
 
         `step`: steps done since the run began, the same on all ranks.

@@ -28,7 +28,7 @@ from drumline.launch.lease import Lease, has_lease
 from drumline.launch.local import resume_of_restart
 from drumline.plan.plan import Plan
 from drumline.report.bars import notes, stderr_bars
-from drumline.report.page import at_end
+from drumline.report.page import write_final_page
 from drumline.report.progress import Progress
 from drumline.report.start_banner import banner_lines
 from drumline.system.files import write_whole
@@ -102,7 +102,7 @@ def train_rank(plan: Plan, resume: Resume | None, display: bool) -> None:
         raise
     finally:
         if rank == 0:
-            at_end(plan)
+            write_final_page(plan)
 
 
 def _plan(

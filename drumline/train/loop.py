@@ -194,7 +194,7 @@ class Loop:
         """Evaluate, train, evaluate again, save, and report the last measurements."""
         self._evaluate_before_training()
         self._train()
-        self.profile.after(self.state.step, last=True)
+        self.profile.stop_if_due(self.state.step, last=True)
         if self._needs_last_evaluation():
             self._evaluate_last()
         self._save_last()
@@ -268,11 +268,11 @@ class Loop:
             batch = self._next_batch(batches)
             if batch is None:
                 return
-            self.profile.before(self.state.step)
+            self.profile.start_if_due(self.state.step)
             self._train_step(batch, time.time() - draw_began)
-            self.profile.after(self.state.step)
+            self.profile.stop_if_due(self.state.step)
             self.collectives.check()
-            self.garbage.after(self.state.step)
+            self.garbage.collect_if_due(self.state.step)
             if self.weight_check.is_due(self.state.step):
                 self.weight_check.check(self.state.step)
             if self.is_resumable:

@@ -117,7 +117,7 @@ def _run_candidate(
             predicted=predicted,
             failed=f"its first steps failed with exit code {code}, as told above",
         )
-    return Probe.of(name, predicted, measured)
+    return Probe.from_measurement(name, predicted, measured)
 
 
 def short_config(candidate: Candidate, run_dir: Path, rows: Path | None) -> Config:

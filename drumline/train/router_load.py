@@ -75,7 +75,7 @@ class ExpertLoads:
         """Return the metrics of a logged step, and emit the table of all experts if it is due."""
         if self.load is None:
             return {}
-        by_layer = self.load.by_layer(pending.gathered.read_counts())
+        by_layer = self.load.split_by_layer(pending.gathered.read_counts())
         is_last = pending.step == self.last_step
         if pending.step >= self.next_table_at or is_last:
             self.next_table_at = pending.step * GROWTH

@@ -144,7 +144,7 @@ class TextGeneration:
     def _grown_rows(self) -> int | None:
         """Return the rows of the embedding if tokens were added to the model's own; otherwise None."""
         _, growth = load_grown(self.plan.model_path, self.plan.config.model)
-        if growth is None or not growth.added:
+        if growth is None or not growth.added_rows:
             return None
         return growth.rows
 

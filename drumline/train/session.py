@@ -415,7 +415,9 @@ class Session:
             micro_batches = next(rows, None)
             if micro_batches is None:
                 break
-            session_checks.require_free(self._micro_batch is not None, self._unused())
+            session_checks.require_free(
+                self._micro_batch is not None, self._models_with_unused_gradients()
+            )
             for model in self._models.values():
                 model.sums = []
                 model.has_stepped = False
@@ -448,7 +450,7 @@ class Session:
 
         `end`: the position after it.
         """
-        unused = self._unused()
+        unused = self._models_with_unused_gradients()
         if unused:
             of_model = f" of {min(unused)}" if min(unused) else ""
             raise UserError(
@@ -456,7 +458,7 @@ class Session:
                 where="session.batches",
                 fix="call s.step() after s.backward() in each turn of the loop",
             )
-        if not self._stepped():
+        if not self._stepped_models():
             # A loop may pass over a batch.
             self._state.step += 1
         self._state.position = end
@@ -525,7 +527,7 @@ class Session:
         gathered.fetch(grad_norm)
 
         self.metric = None
-        is_first_model = not self._stepped()
+        is_first_model = not self._stepped_models()
         if is_first_model:
             self._state.step += 1
             self._state.position = micro_batch.end
@@ -538,14 +540,14 @@ class Session:
         model.counts_tokens = is_first_model
         model.has_stepped = True
         if is_first_model:
-            self.garbage.after(self.steps)
+            self.garbage.collect_if_due(self.steps)
         return True
 
-    def _stepped(self) -> list[str]:
+    def _stepped_models(self) -> list[str]:
         """Return the names of the models that have made their step of the global batch."""
         return [name for name, model in self._models.items() if model.has_stepped]
 
-    def _unused(self) -> list[str]:
+    def _models_with_unused_gradients(self) -> list[str]:
         """Return the names of the models with gradients that no step has used yet."""
         return [
             name for name, model in self._models.items() if model.sums and not model.has_stepped
@@ -626,7 +628,7 @@ class Session:
         mesh = self.plan.mesh
         with ExitStack() as contexts:
             for model in self._models.values():
-                contexts.enter_context(model.engine.evaluating())
+                contexts.enter_context(model.engine.evaluation_mode())
             drawn = Draws(derive(self.plan.config.run.seed, "held out")).use
             data_rank = mesh.data_rank(self.ranks.rank)
             for samples, contributes in evaluation_batches(
@@ -650,7 +652,7 @@ class Session:
         """
         self._require_prepared()
         scalars: dict[str, float] = {}
-        for name in self._stepped():
+        for name in self._stepped_models():
             prefix = f"{name}_" if name else ""
             scalars[f"{prefix}loss"] = self.losses[name]
             scalars[f"{prefix}grad_norm"] = self.grad_norms[name]
@@ -692,7 +694,7 @@ class Session:
         is_due_in_memory = in_memory_every is not None and self.steps % in_memory_every == 0
         if not is_due_on_disk and not is_due_in_memory:
             return
-        if self._unused():
+        if self._models_with_unused_gradients():
             raise UserError(
                 "save in the middle of a global batch",
                 where="session.save",

@@ -24,7 +24,7 @@ from drumline.config.config import Config, ScheduleConfig
 from drumline.config.load import (
     RefusedChanges,
     Request,
-    allowed,
+    is_allowed,
     refused_changes,
     saved_config,
     strategy_change,
@@ -84,7 +84,7 @@ from drumline.planner.question import (
 )
 from drumline.planner.search.answer import Candidate, Question
 from drumline.planner.search.auto import choose, choose_compile
-from drumline.planner.search.budget import checkpointing_modes, within_budget
+from drumline.planner.search.budget import checkpointing_modes, fit_to_budget
 from drumline.planner.seq2seq import resolve_seq2seq
 from drumline.report.bars import COMPARING, OnProgress, notes, notify_if_slow
 from drumline.rl import environments, rewards
@@ -215,7 +215,7 @@ def _with_prediction(
     )
     if config.memory.budget_gb is not None and not request.loaded.config.strategy.planned:
         # If the planner chose the strategy, it has kept to the budget already.
-        plan = within_budget(plan, facts, cluster, checkpointing_modes(config.memory))
+        plan = fit_to_budget(plan, facts, cluster, checkpointing_modes(config.memory))
     plan = plan.model_copy(update={"why": [*why, *about_network, *plan.why]})
     plan = predict(plan, facts, cluster)
     if config.checkpoint.every == "auto":
@@ -856,7 +856,7 @@ def _check_same_base(path: str, state: dict[str, Any], plan: Plan, allow: tuple[
     before = state.get("base")
     if before is None or plan.base is None or before == plan.base:
         return
-    if allowed("model", allow):
+    if is_allowed("model", allow):
         return
     raise CheckpointError(
         f"the frozen weights in {plan.model_path} are not those that this checkpoint was trained on top of",
@@ -884,8 +884,10 @@ def _check_same_data(path: str, state: dict[str, Any], plan: Plan, allow: tuple[
     changes = what_changed(DataIdentity.model_validate(state["data"]), now)
     if not changes:
         return
-    is_allowed = allowed("data", allow) or any(key.startswith("data.train") for key in allow)
-    if not is_allowed:
+    may_change_data = is_allowed("data", allow) or any(
+        key.startswith("data.train") for key in allow
+    )
+    if not may_change_data:
         raise CheckpointError(
             f"the training data changed since this checkpoint: {changes}",
             where=path,

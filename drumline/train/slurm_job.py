@@ -14,7 +14,7 @@ from drumline.errors import DrumlineError
 from drumline.launch.slurm.job import run
 from drumline.plan.out_of_memory import OnOutOfMemory
 from drumline.plan.plan import Plan
-from drumline.report.page import at_end
+from drumline.report.page import write_final_page
 
 
 def main() -> int:
@@ -39,7 +39,7 @@ def main() -> int:
             lambda out, step: replanner()(out, step),
             options.worker,
         )
-        at_end(plan)
+        write_final_page(plan)
         return code
     except DrumlineError as error:
         print(f"error: {error.line()}", file=sys.stderr)

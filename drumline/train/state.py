@@ -24,7 +24,7 @@ from drumline.config.run import EvalConfig
 from drumline.data.order import Ints
 from drumline.dist.reduce import PendingSums
 from drumline.errors import ConfigError, TrainingStopped
-from drumline.foreign import expanded
+from drumline.foreign import expand_home
 from drumline.plan.plan import Plan
 from drumline.telemetry.events import Emit, Nonfinite
 
@@ -336,7 +336,7 @@ def fallback_folder(config: Config, run_dir: str) -> Path | None:
         return None
     run = Path(run_dir).absolute()
     digest = hashlib.sha256(str(run).encode()).hexdigest()
-    parent = expanded(config.checkpoint.fallback_dir).absolute()
+    parent = expand_home(config.checkpoint.fallback_dir).absolute()
     return parent / f"{run.name}-{digest[:8]}"
 
 

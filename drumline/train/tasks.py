@@ -17,7 +17,7 @@ import torch
 from drumline.config.run import EvalConfig
 from drumline.dist.reduce import from_all
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
-from drumline.foreign import expanded, first_line, require_package
+from drumline.foreign import expand_home, first_line, require_package
 from drumline.models.containers import LOW_PRECISION
 from drumline.plan.plan import Plan
 from drumline.rl.generate import generation_mode, rank_and_world_size
@@ -64,7 +64,7 @@ def manager_of(options: EvalConfig, base_dir: Path) -> tuple[Any, list[str]]:
     files = []
     for task in options.tasks:
         if task.endswith((".yaml", ".yml")):
-            files.append((base_dir / expanded(task)).absolute())
+            files.append((base_dir / expand_home(task)).absolute())
         else:
             names.append(task)
     for file in files:

@@ -110,7 +110,7 @@ def batch_with_images(model: Any, packed: bool) -> Any:
     from drumline.models.image_tokens import QwenVision
 
     batch = drawn_batch(32, ((11, 21), (9, 23)) if packed else ((32,), (32,)))
-    vision = QwenVision.of_config("", ModelConfig(), model.config)
+    vision = QwenVision.from_config("", ModelConfig(), model.config)
     grids = []
     for row, images in enumerate(IMAGES):
         for first, grid in images:

@@ -122,8 +122,8 @@ def compare_with_scaled_logits(part: VocabularyPart) -> None:
     comparison = Comparison(Divergence("forward_kl"), 1.5)
     whole = TeacherStates(hidden[rows], LinearHead(weight))
     cut = TeacherStates(hidden[rows], LinearHead(weight[mine], None, part))
-    expected = comparison.of_logits(logits, rows, whole)
-    for one, other in zip(comparison.of_logits(logits, rows, cut), expected, strict=True):
+    expected = comparison.sum_with_logits(logits, rows, whole)
+    for one, other in zip(comparison.sum_with_logits(logits, rows, cut), expected, strict=True):
         torch.testing.assert_close(one, other)
 
 

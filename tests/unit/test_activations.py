@@ -30,7 +30,7 @@ from drumline.planner.cost.memory import memory, offloaded_bytes
 from drumline.planner.cost.times import estimate
 from drumline.planner.search.advice import with_row_length
 from drumline.planner.search.answer import Question
-from drumline.planner.search.budget import CHECKPOINTING, within_budget
+from drumline.planner.search.budget import CHECKPOINTING, fit_to_budget
 from drumline.planner.search.search import evaluate, search
 from drumline.planner.trace import trace_activations, trace_one_depth
 from tests.distributed.promises import facts_of
@@ -180,7 +180,7 @@ def test_a_budget_takes_as_little_as_it_needs(part: float) -> None:
     assert asked.config.memory.budget_gb is not None
 
     budget = asked.config.memory.budget_gb * 1e9
-    found = within_budget(asked, FACTS, CLUSTER, CHECKPOINTING)
+    found = fit_to_budget(asked, FACTS, CLUSTER, CHECKPOINTING)
 
     assert reserved_by(found) <= budget
 
@@ -193,7 +193,7 @@ def test_a_budget_takes_as_little_as_it_needs(part: float) -> None:
         less = with_section(found, "memory", checkpointed_blocks=fewer)
         assert reserved_by(less) > budget
 
-    own = within_budget(asked, FACTS, CLUSTER, ["full"])
+    own = fit_to_budget(asked, FACTS, CLUSTER, ["full"])
 
     assert own.activation_checkpointing == "full"
     assert seconds_of(found) <= seconds_of(own)
@@ -202,7 +202,7 @@ def test_a_budget_takes_as_little_as_it_needs(part: float) -> None:
 def test_a_budget_that_is_too_small_says_what_it_takes() -> None:
     message = r"a step takes .* GB at least, with activation_checkpointing=full"
     with pytest.raises(PlanError, match=message) as error:
-        within_budget(budgeted(-0.1), FACTS, CLUSTER, CHECKPOINTING)
+        fit_to_budget(budgeted(-0.1), FACTS, CLUSTER, CHECKPOINTING)
 
     least = float(str(error.value).split("takes ")[1].split()[0])
 

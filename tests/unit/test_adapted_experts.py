@@ -295,7 +295,7 @@ def test_packed_experts_compute_with_what_they_unpack_to(
         packed = find_base_layer(quantized.get_submodule(path))
         for name, packing in packings_of(packed).items():
             codes = getattr(packed, packing.parameter_name)
-            getattr(base, name).data.copy_(packing.unpacked(torch.float32, codes))
+            getattr(base, name).data.copy_(packing.unpack(torch.float32, codes))
             compared += 1
     assert compared > 0
     expected = logits(model)

@@ -25,7 +25,7 @@ def test_this_machine() -> None:
 def test_a_system_without_affinity_and_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     """macOS: all cores, all memory."""
     monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(Groups, "of_this_process", lambda: Groups(Path("/none"), ""))
+    monkeypatch.setattr(Groups, "from_this_process", lambda: Groups(Path("/none"), ""))
     assert detect().cores == os.cpu_count()
 
 

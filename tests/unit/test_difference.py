@@ -121,5 +121,5 @@ def test_a_checkpoint_that_lacks_a_tensor_is_a_failure(
     monkeypatch.setattr(verify, "_train", lambda *_: plan)
     monkeypatch.setattr(verify, "difference", fail)
     outcome = _compare_strategy(lambda _: None, [], "ddp", "", 2, tmp_path, lambda *_: None)  # type: ignore[arg-type,return-value]
-    assert outcome.has_failed and not outcome.within(1.0)
+    assert outcome.has_failed and not outcome.is_within(1.0)
     assert outcome.note == "failed: one of the checkpoints lacks model.w"

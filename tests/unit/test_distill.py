@@ -123,10 +123,10 @@ def test_the_whole_vocabulary_by_the_formulas_of_the_paper(
         expected_kl += plain_kl(teacher, student)
 
     comparison = Comparison(Divergence(kind, beta), temperature, chunk=3)
-    loss, kl = comparison.of_head(models.hidden, models.head, ROWS, models.teacher)
+    loss, kl = comparison.sum_with_head(models.hidden, models.head, ROWS, models.teacher)
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     assert kl.item() == pytest.approx(expected_kl, rel=1e-5)
-    whole, _ = comparison.of_logits(models.logits(), ROWS, models.teacher)
+    whole, _ = comparison.sum_with_logits(models.logits(), ROWS, models.teacher)
     assert whole.item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -152,7 +152,7 @@ def test_likeliest_entries_and_all_others_by_the_formulas(kind: DivergenceKind) 
         )
 
     comparison = Comparison(Divergence(kind, 0.3), temperature=0.8, chunk=3)
-    loss, _ = comparison.of_head(models.hidden, models.head, ROWS, choices)
+    loss, _ = comparison.sum_with_head(models.hidden, models.head, ROWS, choices)
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -167,9 +167,9 @@ def test_gradients_in_chunks_are_those_of_whole_logits(
     if k is not None:
         teacher = top_choices(models.teacher_logits(), k, ENTRIES, 1.3)
     comparison = Comparison(Divergence(kind, 0.2), 1.3, chunk)
-    whole, whole_kl = comparison.of_logits(models.logits(), ROWS, teacher)
+    whole, whole_kl = comparison.sum_with_logits(models.logits(), ROWS, teacher)
     expected = models.gradients(whole / 5)
-    loss, kl = comparison.of_head(models.hidden, models.head, ROWS, teacher)
+    loss, kl = comparison.sum_with_head(models.hidden, models.head, ROWS, teacher)
     torch.testing.assert_close(loss, whole)
     torch.testing.assert_close(kl, whole_kl)
     for mine, theirs in zip(models.gradients(loss / 5), expected, strict=True):
@@ -201,7 +201,7 @@ def test_large_gradients_of_logits_stay_finite_in_fp16(kind: DivergenceKind) -> 
     comparison = Comparison(Divergence(kind), temperature=0.05, chunk=4)
     gradients = []
     for models in (low, precise):
-        loss, _ = comparison.of_head(models.hidden, models.head, ROWS, models.teacher)
+        loss, _ = comparison.sum_with_head(models.hidden, models.head, ROWS, models.teacher)
         gradients.append(models.gradients(loss / TOKENS))
     for mine, theirs in zip(*gradients, strict=True):
         # The temperature makes twenty times as much of what rounding takes from logits.
@@ -242,8 +242,8 @@ def test_a_student_has_no_row_for_the_padding_of_its_teacher() -> None:
     padded = torch.cat((models.teacher.head.weight_VD, torch.ones(3, WIDTH_OF_TEACHER)))
     teacher = TeacherStates(models.teacher.hidden_ME, LinearHead(padded))
     comparison = Comparison(Divergence("reverse_kl"), chunk=4)
-    loss, _ = comparison.of_head(models.hidden, models.head, ROWS, teacher)
-    expected, _ = comparison.of_head(models.hidden, models.head, ROWS, models.teacher)
+    loss, _ = comparison.sum_with_head(models.hidden, models.head, ROWS, teacher)
+    expected, _ = comparison.sum_with_head(models.hidden, models.head, ROWS, models.teacher)
     torch.testing.assert_close(loss, expected)
     logits = teacher.head.logits(teacher.hidden_ME)
     assert int(top_choices(logits, 30, ENTRIES).ids_MK.max()) < ENTRIES

@@ -264,7 +264,7 @@ def test_micro_batches_have_the_gradient_of_one_large_batch() -> None:
 
     whole = weight_DD.clone().requires_grad_()
     outputs, _ = forward(whole, list(range(6)))
-    texts_NRD = outputs.pooled(torch.full((12, 3), 1 / 3)).view(2, 6, WIDTH).transpose(0, 1)
+    texts_NRD = outputs.pool(torch.full((12, 3), 1 / 3)).view(2, 6, WIDTH).transpose(0, 1)
     unit_NRD = functional.normalize(texts_NRD, dim=-1)
     similarities_NN = unit_NRD[:, 0] @ unit_NRD[:, 1].T / TEMPERATURE
     loss = functional.cross_entropy(similarities_NN, torch.arange(6), reduction="sum")

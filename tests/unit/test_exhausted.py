@@ -12,7 +12,7 @@ import torch
 from drumline.config.config import Config
 from drumline.config.mesh import Mesh
 from drumline.hardware.detect import Groups, detect
-from drumline.launch.postmortem import RankEnd, exhausted
+from drumline.launch.postmortem import RankEnd, memory_exhaustion
 from drumline.plan.estimate import Memory
 from drumline.plan.out_of_memory import (
     Exhausted,
@@ -211,11 +211,11 @@ def test_what_the_plan_was_short_of_makes_the_limit_smaller() -> None:
 
 def test_a_kill_counts_where_the_kernel_counts_it(tmp_path: Path) -> None:
     killed = RankEnd(1, -9, None, Path("/nowhere"), kills=(3, 4))
-    told = exhausted(killed)
+    told = memory_exhaustion(killed)
     assert told is not None and told.killed and told.rank == 1
     assert (
-        exhausted(replace(killed, kills=(3, 3))) is None
-        and exhausted(replace(killed, kills=(None, None))) is None
+        memory_exhaustion(replace(killed, kills=(3, 3))) is None
+        and memory_exhaustion(replace(killed, kills=(None, None))) is None
     )
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "memory.events").write_text("low 0\noom 5\noom_kill 2\n")

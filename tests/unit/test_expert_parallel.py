@@ -47,7 +47,7 @@ def test_a_rank_unpacks_its_own_experts_bit_for_bit(bits: Bits, parts: int) -> N
     weight = torch.randn(SHAPE) * torch.rand(EXPERTS, 1, 1)
     whole = PackedTensor("gate_up_proj", SHAPE, bits, torch.float32)
     codes = whole.pack_weight(weight)
-    expected = whole.unpacked(torch.float32, codes)
+    expected = whole.unpack(torch.float32, codes)
     assert expected.shape == weight.shape
 
     found = []
@@ -57,7 +57,7 @@ def test_a_rank_unpacks_its_own_experts_bit_for_bit(bits: Bits, parts: int) -> N
         # As bytes: some codes are no numbers in the type that they are stored in.
         packed = of_rank.pack_weight(weight).view(torch.uint8)
         assert torch.equal(packed, codes.view(torch.uint8))
-        found.append(of_rank.unpacked(torch.float32, codes.chunk(parts)[part].clone()))
+        found.append(of_rank.unpack(torch.float32, codes.chunk(parts)[part].clone()))
     assert torch.equal(torch.cat(found), expected)
 
 

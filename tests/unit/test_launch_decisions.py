@@ -20,7 +20,7 @@ from drumline.launch.local import (
 from drumline.launch.postmortem import (
     RankEnd,
     Restarts,
-    exhausted,
+    memory_exhaustion,
     read_error,
     report,
     root_cause,
@@ -275,7 +275,7 @@ def test_a_rank_that_was_suspended_is_named_beside_the_error_of_one_that_waited(
         in said
     )
     assert "dmesg" not in said, "that SIGKILL was the launcher's"
-    assert exhausted(suspended) is None, "memory ran out elsewhere on this machine"
+    assert memory_exhaustion(suspended) is None, "memory ran out elsewhere on this machine"
 
 
 def test_a_rank_that_waited_and_said_nothing_is_not_blamed() -> None:

@@ -82,7 +82,7 @@ def test_a_tuple_that_another_thread_fills_is_left_alone() -> None:
 
 def test_views_and_aliases_count_once() -> None:
     weight = torch.nn.Parameter(torch.zeros(4, 250))
-    stats = MemoryStats.of(
+    stats = MemoryStats.from_tensors(
         [weight, weight.data, weight[0]], [weight.view(-1)], [torch.zeros(250), torch.zeros(())]
     )
     assert stats == MemoryStats(KB, 0, 1000)

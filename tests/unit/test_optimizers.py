@@ -36,7 +36,7 @@ from drumline.engine.optimizer import (
     set_rate,
     take_step,
 )
-from drumline.engine.per_parameter import OptimizerInBackward, OptimizerOnHost, _on_host
+from drumline.engine.per_parameter import OptimizerInBackward, OptimizerOnHost, _copy_to_host
 from drumline.engine.place_noise import NoiseByPlace
 from drumline.errors import EnvironmentFault, PlanError
 from drumline.plan.facts import Weight
@@ -125,7 +125,7 @@ def test_states_have_the_bytes_that_are_counted(kind: str) -> None:
         )
         counted += moment_bytes(options, weight, parameter.numel())
 
-    assert MemoryStats.of((), (), states).optimizer == counted
+    assert MemoryStats.from_tensors((), (), states).optimizer == counted
 
     before = copy_of(named)
     learn(named, optimizer, 0)
@@ -264,7 +264,7 @@ def test_stochastic_rounding_is_right_in_the_mean() -> None:
     value = torch.tensor([1.0, 1.001, -3.0101, 1e-20, 0.0])
     rounded = []
     for key in range(4000):
-        drawn_bits = NoiseByPlace.of(value, key).draw(0)
+        drawn_bits = NoiseByPlace.from_tensor(value, key).draw(0)
         rounded.append(round_stochastically(value, drawn_bits))
 
     drawn = torch.stack(rounded)
@@ -306,7 +306,7 @@ def test_noise_follows_from_the_place_in_the_whole_parameter() -> None:
     empty = NoiseByPlace(whole, (0, 5, 8), (6, 0, 0), 7, cpu).draw(1)
     assert empty.shape == (0, 5, 8)
 
-    scalar = NoiseByPlace.of(torch.tensor(1.0), 7).draw(1)
+    scalar = NoiseByPlace.from_tensor(torch.tensor(1.0), 7).draw(1)
     assert scalar.shape == ()
     for other in (
         NoiseByPlace(whole, whole, (0, 0, 0), 8, cpu).draw(1),
@@ -626,7 +626,7 @@ def test_copies_on_the_host_of_what_is_cut_over_gpus_stay_there() -> None:
                 placements,
                 run_check=False,
             )
-            copy = _on_host(on_gpu)
+            copy = _copy_to_host(on_gpu)
             assert isinstance(copy, DTensor)
             assert copy.shape == on_gpu.shape
             assert copy.placements == on_gpu.placements

@@ -205,7 +205,7 @@ def test_a_metric_takes_no_field_s_place() -> None:
         step=3, samples=2, seconds=1.0, metrics={"kind": "x", "samples": 7.0, "loss": 1.5}
     ).values()
     assert (values["kind"], values["samples"], values["loss"]) == ("eval", 2, 1.5) and isinstance(
-        Event.of(values), Eval
+        Event.from_values(values), Eval
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drumline.planner.search.answer import over
+from drumline.planner.search.answer import describe_excess
 from tests.tiny import tiny_model_dir
 from tests.unit.conftest import Run
 
@@ -169,8 +169,10 @@ def test_a_plan_of_several_processors_says_how_many_ranks_to_start(
 
 
 def test_what_is_over_by_a_little_is_said_to_the_byte() -> None:
-    assert over(91_300_000_000, 80_000_000_000) == "91.3 GB > 80.0 GB"
-    assert over(25_254_407_701, 25_254_407_700) == "25,254,407,701 > 25,254,407,700 bytes"
+    assert describe_excess(91_300_000_000, 80_000_000_000) == "91.3 GB > 80.0 GB"
+    assert (
+        describe_excess(25_254_407_701, 25_254_407_700) == "25,254,407,701 > 25,254,407,700 bytes"
+    )
 
 
 def test_a_row_without_room_for_a_prompt_is_no_plan(run: Run) -> None:

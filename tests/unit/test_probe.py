@@ -152,8 +152,8 @@ def test_ranked_again(answer: Answer) -> None:
     fast = ESTIMATE.model_copy(update={"tokens_per_s": 2.0, "limit": 1800})
     tight = ESTIMATE.model_copy(update={"limit": 1200})
     probes = (
-        Probe.of("a", ESTIMATE, MORE),
-        Probe.of("b", ESTIMATE, LEANER),
+        Probe.from_measurement("a", ESTIMATE, MORE),
+        Probe.from_measurement("b", ESTIMATE, LEANER),
     )
 
     found = correct_answer(small(answer, a=fast, c=tight), probes)

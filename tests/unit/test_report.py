@@ -74,7 +74,9 @@ def test_a_full_disk_costs_no_event(tmp_path: Path) -> None:
 
 
 def test_a_step_done_again_counts_once() -> None:
-    assert series([Event.of(step(*each)) for each in ((1, 5.0), (2, 4.0), (2, 3.0))], "loss") == {
+    assert series(
+        [Event.from_values(step(*each)) for each in ((1, 5.0), (2, 4.0), (2, 3.0))], "loss"
+    ) == {
         1: 5.0,
         2: 3.0,
     }
@@ -154,7 +156,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     out = io.StringIO()
     with Progress(Console(file=out, width=200)) as progress:
         for event in story():
-            progress.on_event(Event.of(event))
+            progress.on_event(Event.from_values(event))
     text = out.getvalue()
     for part in (
         "plan: tiny 10 · sft ddp", "Held out at step 0: loss 5 · exact_match 0 (8 samples)", "step 40/40  loss 1.0000 (mean 1.250)",
@@ -171,7 +173,7 @@ def test_live_display_on_a_terminal(width: int) -> None:
     console = Console(file=out, force_terminal=True, width=width)
     with Progress(console) as progress:
         for event in story()[:-1]:
-            progress.on_event(Event.of(event))
+            progress.on_event(Event.from_values(event))
         console.print(progress.render())
     text = out.getvalue()
     assert (

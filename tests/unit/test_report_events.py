@@ -122,7 +122,9 @@ def test_the_last_word_on_a_step_counts() -> None:
         {"kind": "step", "step": s, "loss": loss}
         for s, loss in ((1, 3.0), (2, 2.0), (3, 9.0), (2, 2.5), (3, 1.0))
     ]
-    events = [Event.of(values) for values in (*steps, {"kind": "eval", "step": 3, "loss": 0.0})]
+    events = [
+        Event.from_values(values) for values in (*steps, {"kind": "eval", "step": 3, "loss": 0.0})
+    ]
     assert series(events, "loss") == {1: 3.0, 2: 2.5, 3: 1.0}
     assert series(events, "loss", Eval) == {3: 0.0} and series(events, "unheard of") == {}
 

@@ -85,7 +85,7 @@ def test_a_module_without_tokens_is_counted_in_samples(
     unit = speed.partition(" ")[2]
     assert unit in RunFacts(folder).curves
     live = BrowserFeed(folder)
-    live.add(Event.of(at(steps[0], 0)))
+    live.add(Event.from_values(at(steps[0], 0)))
     assert live.state["speed_unit"] == unit
 
 
@@ -112,7 +112,7 @@ def test_steps_of_another_folder_are_no_work_of_this_run(tmp_path: Path) -> None
     assert run_of(tmp_path / "run", *logged).goodput == pytest.approx(100 / 160)
     live = BrowserFeed(tmp_path / "run")
     for values in logged:
-        live.add(Event.of(values))
+        live.add(Event.from_values(values))
     assert live.message([])["state"]["goodput"] == pytest.approx(100 / 160)
 
 
@@ -142,7 +142,7 @@ def test_the_time_between_a_stop_and_the_next_start_is_no_loss(
     logged.append(at(RunEnd(status="finished", exit_code=0, step=10, goodput={}), 1020))
     live = BrowserFeed(tmp_path / "run")
     for values in logged:
-        live.add(Event.of(values))
+        live.add(Event.from_values(values))
     facts = run_of(tmp_path / "run", *logged)
     assert (
         live.message([])["state"]["goodput"]

@@ -225,16 +225,16 @@ def test_at_the_end_nothing_fails(tmp_path: Path, capsys: pytest.CaptureFixture[
 
     no_page = plan.config.report.model_copy(update={"html": False})
     config = plan.config.model_copy(update={"report": no_page})
-    page.at_end(plan.model_copy(update={"config": config}))
+    page.write_final_page(plan.model_copy(update={"config": config}))
     assert not html.exists()
 
-    page.at_end(plan)
+    page.write_final_page(plan)
     assert "finished" in html.read_text()
     assert (run / "report.png").stat().st_size > 10_000
 
     html.unlink()
     html.mkdir()
-    page.at_end(plan)
+    page.write_final_page(plan)
     err = capsys.readouterr().err
     assert "note: " in err
     assert "report.html" in err

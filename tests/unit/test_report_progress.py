@@ -77,7 +77,7 @@ def picture(progress: Progress, width: int = 120) -> str:
 
 
 def see(progress: Progress, values: dict[str, Any]) -> None:
-    progress.on_event(Event.of(values))
+    progress.on_event(Event.from_values(values))
 
 
 def told(*events: dict[str, Any], width: int = 200) -> tuple[Progress, str]:

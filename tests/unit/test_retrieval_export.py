@@ -172,7 +172,7 @@ def make_embedder(
     pooling = algorithm.pooling_of(plan.bidirectional)
     weights_BT = pooling_weights(pooling, batch.lengths_B, batch.input_ids_BT.shape[1])
     with torch.no_grad():
-        pooled_BD = compute_outputs(model, batch, None).pooled(weights_BT)
+        pooled_BD = compute_outputs(model, batch, None).pool(weights_BT)
     expected = functional.normalize(pooled_BD, dim=-1)[: 2 * HELD_OUT]
     out = root / "out"
     export(Path(plan.run_dir), out, "last")

@@ -121,7 +121,7 @@ def test_rewards_that_fail_are_counted(tmp_path: Path) -> None:
     assert math.isclose(metrics["hard/reward"], 0.5)
     assert failures.keys() == {"gold"} and sorted(failures["gold"].values()) == [1, 1]
     event = Eval(step=3, samples=samples, seconds=0.1, metrics=metrics, reward_failures=failures)
-    assert Event.of(event.values()).reward_failures == failures  # type: ignore[attr-defined]
+    assert Event.from_values(event.values()).reward_failures == failures  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def run(model: Any, batches: list[TokenBatch], backward: bool = False) -> dict[s
         loss_sum, _ = module(batch, OBJECTIVE)
         if backward:
             loss_sum.backward()
-    return load.by_layer(load.local_counts("cpu").tolist())
+    return load.split_by_layer(load.local_counts("cpu").tolist())
 
 
 def counted_by_hand(model: Any, documents_of_rows: list[Any]) -> dict[str, list[int]]:
@@ -253,7 +253,7 @@ def test_the_load_is_on_the_page_the_display_and_in_trackers(tmp_path: Path) -> 
         "expert_load_max_by_layer": [1.5],
         "expert_load_max": 1.5,
     }
-    assert metrics(Event.of({"kind": "moved", **figures})) == {
+    assert metrics(Event.from_values({"kind": "moved", **figures})) == {
         "expert_load/least": 0.25,
         "expert_load/most": 0.75,
         "expert_load_max": 1.5,

@@ -18,8 +18,8 @@ from drumline.models.shapes import (
     check_length,
     find,
     hub_id,
+    list_similar_names,
     names_to_count,
-    near,
     with_config,
 )
 from drumline.planner.sizes import SHIPPED, FoundModel, sizes_of
@@ -272,7 +272,7 @@ def test_names_on_the_hub() -> None:
         and hub_id("qwen3-8b-base") == "qwen3-8b-base"
     ), "not known how it is written"
     assert hub_id("me/qwen3-8b") == "me/qwen3-8b" and hub_id("runs/x/export") == "runs/x/export"
-    assert near("lama-3.1-8b")[0] == "llama-3.1-8b"
+    assert list_similar_names("lama-3.1-8b")[0] == "llama-3.1-8b"
 
 
 def test_a_shape_is_a_llama_that_trains() -> None:

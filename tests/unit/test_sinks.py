@@ -76,7 +76,7 @@ def open_sink(name: str, folder: Path, **options: Any) -> Sink:
 
 def send(sink: Sink, events: Iterable[Values]) -> None:
     for event in events:
-        sink.event(Event.of(event))
+        sink.event(Event.from_values(event))
 
 
 def show(name: str, folder: Path, *events: Values, **options: Any) -> None:
@@ -104,7 +104,7 @@ def tensorboard_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_figures_of_an_event() -> None:
-    assert metrics(Event.of(step(3))) == {
+    assert metrics(Event.from_values(step(3))) == {
         "loss": 1.0,
         "lr": 1e-4,
         "tokens": 100.0,
@@ -112,13 +112,13 @@ def test_figures_of_an_event() -> None:
         "memory_bytes/rank_0": 1.0,
         "memory_bytes/rank_1": 2.0,
     }
-    many = metrics(Event.of({**step(3), "memory_bytes": list(range(5, 69))}))
+    many = metrics(Event.from_values({**step(3), "memory_bytes": list(range(5, 69))}))
     assert many["memory_bytes/least"] == 5
     assert many["memory_bytes/most"] == 68
     assert len(many) == 6
 
     save = {"kind": "save", "step": 1, "path": "p", "bytes": 3, "error": None}
-    assert "path" not in metrics(Event.of(save))
+    assert "path" not in metrics(Event.from_values(save))
 
 
 def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:

@@ -107,3 +107,44 @@ def test_a_folder_is_no_denser_than_allowed(folder: str) -> None:
             denser[name] = figure
 
     assert not denser, f"denser than {limits}"
+
+
+# A function named by one of these says nothing at its call: `at_end(plan)`, `Rows.of(parameter)`.
+PREPOSITIONS = (
+    *("of", "on", "by", "in", "at", "beside", "under", "over", "for", "per", "behind", "within"),
+    *("between", "through", "into", "across", "near", "until"),
+)
+
+# Names that others give, and names of a field or a plug-in's seam.
+KNOWN_NAMES = {
+    "on_event": "handles an event, as the others in the progress display",
+    "on_finalized_text": "transformers calls it",
+    "on_gradient": "torch calls it",
+    "on_policy": "the field's term",
+    "in_memory_every": "a key of the YAML",
+    "in_time": "a key of `plan --json`",
+    "in_pieces": "plug-ins import it",
+    "_in_use_error": "the error of a folder in use",
+}
+
+
+def list_functions() -> list[tuple[str, str]]:
+    """Return the file and the name of each function of the product."""
+    functions = []
+    for pattern in ("drumline/**/*.py", "plugins/*/src/**/*.py"):
+        for file in sorted(ROOT.glob(pattern)):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    functions.append((str(file.relative_to(ROOT)), node.name))
+    return functions
+
+
+def test_no_function_is_named_by_a_preposition() -> None:
+    bad = []
+    for file, name in list_functions():
+        first_word = name.strip("_").split("_")[0]
+        handles_event = name.startswith("_on_") and file == "drumline/report/progress.py"
+        if first_word in PREPOSITIONS and name not in KNOWN_NAMES and not handles_event:
+            bad.append(f"{file}: {name}")
+
+    assert not bad

@@ -15,7 +15,7 @@ from drumline.plan.estimate import Estimate, HostMemory, Memory, Seconds, Traffi
 from drumline.plan.plan import Plan, Predicted
 from drumline.planner.report.check import check, only_shown
 from drumline.telemetry.events import EventLog, Measured
-from drumline.telemetry.measure import HostPeak, planned
+from drumline.telemetry.measure import HostPeak, planned_event
 from drumline.telemetry.plan_accuracy import Comparison, Measurement, compare, notes
 from tests.unit.test_loop import loop, of, plan
 from tests.unit.test_report_progress import START, told
@@ -154,7 +154,7 @@ def test_seconds_count_only_by_rates_that_were_measured() -> None:
 )
 def test_by_how_much(predicted: float, measured: float, words: str) -> None:
     row = Comparison(category="peak", unit="bytes", predicted=predicted, measured=measured)
-    assert row.by_how_much() == words
+    assert row.describe_difference() == words
     assert math.isinf(row.off) == (words == "none predicted")
 
     line = row.line()
@@ -269,7 +269,7 @@ def write_run(folder: Path, estimate: Estimate | None, *measured: dict[str, Any]
     made.save(folder / "plan.json")
 
     log = EventLog(folder / "events.jsonl")
-    log.emit(planned(ESTIMATE))
+    log.emit(planned_event(ESTIMATE))
     for changes in measured:
         metrics = MEASURED.model_dump() | changes
         log.emit(Measured(off={}, warned=[], warnings=[], notes=[], metrics=metrics))

@@ -37,7 +37,7 @@ class Embed(Algorithm):
     def first_pass(self, outputs: Any, batch: Any) -> torch.Tensor:
         """Return the embeddings and the ids of each sample's texts, fp64[P, R · D + R]."""
         embeddings_PRD = self._embed(outputs, batch)
-        ids_PR = self._by_sample(batch.text_ids_B)
+        ids_PR = self._group_by_sample(batch.text_ids_B)
         flat_PK = embeddings_PRD.flatten(1)
         numbers_PK = flat_PK.double()
         parts = [numbers_PK, ids_PR]
@@ -121,9 +121,9 @@ class Embed(Algorithm):
         """Return the embeddings of each sample's texts, fp32[P, R, D], not normalised."""
         kind = self.spec.pooling_of(bidirectional=batch.attention_mask_BT is not None)
         weights_BT = pooling_weights(kind, batch.lengths_B, batch.input_ids_BT.shape[1])
-        return self._by_sample(outputs.pooled(weights_BT))
+        return self._group_by_sample(outputs.pool(weights_BT))
 
-    def _by_sample(self, values_B: torch.Tensor) -> torch.Tensor:
+    def _group_by_sample(self, values_B: torch.Tensor) -> torch.Tensor:
         """Return values of rows [B, …] by sample, [P, R, …]."""
         return values_B.unflatten(0, (self.texts, -1)).transpose(0, 1)
 

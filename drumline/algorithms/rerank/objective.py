@@ -32,8 +32,8 @@ class Rerank(Algorithm):
         """Return the loss summed over the samples, and sums over their ranks."""
         logits_BC = outputs.class_logits()
         logits_B = logits_BC.squeeze(1).float()
-        logits_PC = self._by_sample(logits_B)
-        present_PC = self._by_sample(batch.present_B)
+        logits_PC = self._group_by_sample(logits_B)
+        present_PC = self._group_by_sample(batch.present_B)
         if self.spec.loss == "pointwise":
             loss_P = pointwise_loss(logits_PC, present_PC)
         else:
@@ -57,7 +57,7 @@ class Rerank(Algorithm):
             f"ndcg@{CUTOFF}": sums["discounted"] / ranked,
         }
 
-    def _by_sample(self, values_B: torch.Tensor) -> torch.Tensor:
+    def _group_by_sample(self, values_B: torch.Tensor) -> torch.Tensor:
         """Return values of rows [B] by sample, [P, C]."""
         values_CP = values_B.view(self.candidates, -1)
         return values_CP.T

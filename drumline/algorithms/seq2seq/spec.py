@@ -50,7 +50,7 @@ class Seq2SeqConfig(ChunkedSpec):
         """Return which half of the model reads each segment."""
         return ["encoder", "decoder"][:segments]
 
-    def beside_encoder(self, decoder_start: int) -> Seq2SeqConfig:
+    def spec_for_encoder_decoder(self, decoder_start: int) -> Seq2SeqConfig:
         return self.model_copy(update={"decoder_start": decoder_start})
 
     def cache_parts(self) -> dict[str, Any]:

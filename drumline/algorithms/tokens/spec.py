@@ -42,7 +42,7 @@ class SFTConfig(TextSpec):
 
         return VisionRowEncoder(tokenizer, data, vision)
 
-    def beside_encoder(self, decoder_start: int) -> AlgorithmSpec | None:
+    def spec_for_encoder_decoder(self, decoder_start: int) -> AlgorithmSpec | None:
         from drumline.algorithms.seq2seq.spec import Seq2SeqConfig
 
         if self.objective != NEXT_TOKEN:

@@ -30,7 +30,7 @@ def main(logs: Path, module: str, *arguments: str) -> int:
         max(1, usable_cores() // int(env.get("LOCAL_WORLD_SIZE", "1")))
     )
     env |= {"TORCHELASTIC_ERROR_FILE": str(logs / f"rank-{rank}.json"), "OMP_NUM_THREADS": threads}
-    groups = Groups.of_this_process()
+    groups = Groups.from_this_process()
     kills = groups.oom_kill_count()
     process: Process | None = None
     early_signal = 0  # number of a signal that came before the rank had started

@@ -93,7 +93,7 @@ def _show(rows: list[Comparison], measured: Measurement, console: Console) -> No
             row.category,
             row.show(row.predicted),
             row.show(row.measured),
-            row.by_how_much(),
+            row.describe_difference(),
             style=_style(row),
         )
     console.print(made)

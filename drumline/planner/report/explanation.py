@@ -12,11 +12,11 @@ from typing import NamedTuple
 from drumline.config.registry import nearest
 from drumline.errors import UserError
 from drumline.plan.attention import choose_by_facts
-from drumline.plan.explain import checkpointing, count
+from drumline.plan.explain import count, describe_checkpointing
 from drumline.planner.cost.terms import FP32_BYTES, LOW_BYTES, entry_bytes, low_moment_bytes
 from drumline.planner.report.output import needs_gb
 from drumline.planner.report.table import CATEGORIES, SECONDS, UNKNOWN, gradients_at_peak
-from drumline.planner.search.answer import GB, Answer, Candidate, Question, number, ranged
+from drumline.planner.search.answer import GB, Answer, Candidate, Question, number, show_range
 from drumline.planner.search.stream import describe_stream
 from drumline.system.output import plural
 
@@ -187,7 +187,7 @@ def _explain_run_settings(question: Question, candidate: Candidate) -> list[Line
         "engine": f"{layout.engine}, {layout.precision} on {layout.device}",
         "batch": layout.batch.describe_product(mesh.data_ranks),
         "tokens": f"{layout.tokens_per_step:,.0f} a step: {rows}",
-        "checkpointing": checkpointing(layout),
+        "checkpointing": describe_checkpointing(layout),
         "compile": compiled,
     }
     if not layout.config.images_alone:
@@ -370,8 +370,8 @@ def _explain_seconds(question: Question, candidate: Candidate) -> list[Line]:
     # Speed is highest if a step takes the fewest seconds.
     fastest, slowest = estimate.seconds_range
     speed_range = (1 / slowest, 1 / fastest)
-    speed = ranged(estimate.tokens_per_s, speed_range, _whole_number)
-    total = ranged(seconds.total, estimate.seconds_range)
+    speed = show_range(estimate.tokens_per_s, speed_range, _whole_number)
+    total = show_range(seconds.total, estimate.seconds_range)
     lines.append(Line("step", total, f"{speed} tokens/s of all devices"))
     return lines
 
@@ -431,12 +431,12 @@ def _explain_run(question: Question, candidate: Candidate, tokens: float | None)
         length = f"{candidate.layout.steps:,} steps"
         if tokens:
             length = f"{count(tokens)} tokens"
-        amount = ranged(hours, estimate.seconds_range)
+        amount = show_range(hours, estimate.seconds_range)
         lines.append(Line("hours", amount, length))
     price = question.cluster.price_per_device_hour
     cost = candidate.cost(price, tokens)
     if cost is not None:
         paid = f"{candidate.devices} devices at {price:g} an hour"
-        amount = ranged(cost, estimate.seconds_range)
+        amount = show_range(cost, estimate.seconds_range)
         lines.append(Line("cost", amount, paid))
     return lines

@@ -147,7 +147,7 @@ def _product(price: float | None, hours: float | None, devices: float) -> float 
     return price * hours * devices
 
 
-def _between(value: str, low: str, high: str) -> str:
+def _show_range(value: str, low: str, high: str) -> str:
     """Return a value with its range: `12.3 (11.6-13.4)`; without it if its ends look the same."""
     if low == high:
         return value
@@ -156,7 +156,7 @@ def _between(value: str, low: str, high: str) -> str:
 
 def _numbers(value: float | None, ends: Range) -> str:
     """Return a number with its range."""
-    return _between(number(value), number(ends[0]), number(ends[1]))
+    return _show_range(number(value), number(ends[0]), number(ends[1]))
 
 
 def _shares(runs: Paces, every: int | None = None) -> str:
@@ -164,7 +164,7 @@ def _shares(runs: Paces, every: int | None = None) -> str:
     usual = runs["median"].goodput(every)
     low = runs["longest"].goodput(every)
     high = runs["shortest"].goodput(every)
-    return _between(f"{usual:.2%}", f"{low:.2%}", f"{high:.2%}")
+    return _show_range(f"{usual:.2%}", f"{low:.2%}", f"{high:.2%}")
 
 
 def _show_saves(answer: Answer, runs: Paces, console: Console) -> None:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from drumline.hardware.catalog import usual_host_memory
 from drumline.plan.estimate import HostMemory, Memory
-from drumline.plan.explain import checkpointing, count
+from drumline.plan.explain import count, describe_checkpointing
 from drumline.planner.cost.fitted import group_of
 from drumline.planner.report.output import needs_gb, overrides
 from drumline.planner.search.advice import Change, ModeResult
@@ -334,7 +334,7 @@ def _describe_batches(shown: Sequence[ModeResult], best: Sequence[Candidate]) ->
     for mode, chosen in zip(shown, best, strict=True):
         layout = chosen.layout
         rows = layout.batch.micro_batch
-        described.append(f"{mode.name} {rows} ({checkpointing(layout)})")
+        described.append(f"{mode.name} {rows} ({describe_checkpointing(layout)})")
     return ", ".join(described)
 
 
@@ -518,7 +518,7 @@ def _layout_columns(ranked: Sequence[Candidate]) -> Columns:
         layout = candidate.layout
         meshes.append(_describe_mesh(candidate))
         batches.append(f"{layout.batch.micro_batch} × {layout.batch.accumulation}")
-        recomputation.append(checkpointing(layout))
+        recomputation.append(describe_checkpointing(layout))
         compilation.append("on" if candidate.config.compile.enabled else "off")
     columns: Columns = {
         "mesh": meshes,

@@ -187,19 +187,19 @@ def why_not(estimate: Estimate) -> str:
     needs = estimate.memory.reserved
     limit = estimate.limit
     if needs > limit:
-        return over(needs, limit)
+        return describe_excess(needs, limit)
     host = estimate.host
     phases = [(host.load, "to load"), (host.train, "to train"), (host.save, "to save")]
     if not estimate.host_assumed:
         phases.append((host.export, "to export"))
     most, phase = max(phases)
-    text = over(most, estimate.host_limit or 0, f" of host memory {phase}")
+    text = describe_excess(most, estimate.host_limit or 0, f" of host memory {phase}")
     if estimate.host_assumed:
         return f"{text} assumed"
     return text
 
 
-def over(needs: int, limit: int, what: str = "") -> str:
+def describe_excess(needs: int, limit: int, what: str = "") -> str:
     """Return the text that `needs` bytes are more than `limit`: `91.3 GB > 80.0 GB`.
 
     Both are given in bytes if they look the same in GB. `what`: is written after the first amount.
@@ -235,7 +235,7 @@ def number(value: float | None) -> str:
     return f"{value:.2g}"
 
 
-def ranged(value: float, factors: Interval, show: Callable[[float], str] = number) -> str:
+def show_range(value: float, factors: Interval, show: Callable[[float], str] = number) -> str:
     """Return a value with its range: `12.3 (11.6-13.4)`.
 
     `factors`: of the lower and of the upper end of the range, as multiples of the value.

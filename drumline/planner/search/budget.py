@@ -41,7 +41,7 @@ class _Needs(NamedTuple):
     kind: str
 
 
-def within_budget(layout: L, facts: ModelFacts, cluster: Cluster, kinds: Sequence[str]) -> L:
+def fit_to_budget(layout: L, facts: ModelFacts, cluster: Cluster, kinds: Sequence[str]) -> L:
     """Return the layout with the fastest checkpointing that its budget allows.
 
     For each of `kinds`, as few blocks are checkpointed as the budget allows, or all blocks if a rule
@@ -81,11 +81,11 @@ def within_budget(layout: L, facts: ModelFacts, cluster: Cluster, kinds: Sequenc
                 too_few = bisect_left(numbers, True, key=partial(fits_over, kind))
                 found.append(with_checkpointing(kind, 1 + too_few))
     if not found:
-        raise _over_budget(min(needs_of_kinds))
+        raise _budget_error(min(needs_of_kinds))
     return min(found, key=lambda each: estimate(each, facts, cluster).seconds.total)
 
 
-def _over_budget(least: _Needs) -> PlanError:
+def _budget_error(least: _Needs) -> PlanError:
     """Return the error that nothing stays within the budget."""
     # Rounded up to three digits, so that the step fits into the number that is shown.
     unit = 10 ** max(0, len(str(least.bytes_)) - 3)

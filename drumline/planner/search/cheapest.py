@@ -108,17 +108,17 @@ def rent(question: Question, tokens: float | None, deadline: float) -> list[Rent
     planned = hosts.plan(nodes)
     if planned.best is not None and planned.hours is None:
         # How long the run is is not known, so no number of hosts is in time.
-        return hosts.by_number()
+        return hosts.list_by_hosts()
     while planned.in_time != "yes" and nodes < MOST_HOSTS:
         too_few = nodes
         nodes = min(MOST_HOSTS, 2 * nodes)
         planned = hosts.plan(nodes)
     if planned.in_time == "yes":
         _halve(hosts, too_few, nodes)
-    chosen = cheapest(hosts.by_number())
+    chosen = cheapest(hosts.list_by_hosts())
     if chosen is not None:
         hosts.plan_whole(chosen.nodes)
-    return hosts.by_number()
+    return hosts.list_by_hosts()
 
 
 def _halve(hosts: _Hosts, too_few: int, enough: int) -> None:
@@ -172,7 +172,7 @@ class _Hosts:
         # The families that were near the best on any of these.
         self._families: set[str] = set()
 
-    def by_number(self) -> list[Rented]:
+    def list_by_hosts(self) -> list[Rented]:
         """Return what was planned for, the fewest hosts first."""
         return [self._rented[nodes] for nodes in sorted(self._rented)]
 
@@ -181,7 +181,7 @@ class _Hosts:
         spans_hosts = nodes > 1
         if not any((planned > 1) == spans_hosts for planned in self._whole):
             return self.plan_whole(nodes)
-        changed = self._on_hosts(nodes)
+        changed = self._question_for_hosts(nodes)
         among = []
         for strategy in search_space(changed):
             if strategy.names(changed.cluster.world_size).family in self._families:
@@ -196,7 +196,7 @@ class _Hosts:
         """Return the best plan of all strategies on so many hosts."""
         if nodes in self._whole:
             return self._rented[nodes]
-        changed = self._on_hosts(nodes)
+        changed = self._question_for_hosts(nodes)
         ranked = search(changed).ranked
         best = None
         if ranked:
@@ -208,7 +208,7 @@ class _Hosts:
         self._rented[nodes] = Rented(changed, best, self.tokens, self.deadline)
         return self._rented[nodes]
 
-    def _on_hosts(self, nodes: int) -> Question:
+    def _question_for_hosts(self, nodes: int) -> Question:
         """Return the question on so many hosts."""
         return replace(self.question, cluster=with_nodes(self.question.cluster, nodes))
 

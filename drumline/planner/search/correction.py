@@ -47,7 +47,7 @@ class Probe(Frozen):
     failed: str = ""
 
     @classmethod
-    def of(cls, name: str, predicted: Estimate, measured: Measurement) -> Probe:
+    def from_measurement(cls, name: str, predicted: Estimate, measured: Measurement) -> Probe:
         """Return the probe of a candidate that ran."""
         return cls(
             name=name,

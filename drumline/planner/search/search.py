@@ -56,7 +56,7 @@ from drumline.planner.search.answer import (
     select_fastest,
     why_not,
 )
-from drumline.planner.search.budget import CHECKPOINTING, checkpointing_modes, within_budget
+from drumline.planner.search.budget import CHECKPOINTING, checkpointing_modes, fit_to_budget
 from drumline.planner.search.compiling import (
     reason_against,
     reason_against_layout,
@@ -371,7 +371,7 @@ class _Estimator:
             self.checkpointing_modes = (memory.activation_checkpointing,)
         self.checkpointing = self.checkpointing_modes
         if memory.budget_gb is not None:
-            # `within_budget` chooses among all modes for each batch, so one pass is enough.
+            # `fit_to_budget` chooses among all modes for each batch, so one pass is enough.
             self.checkpointing = self.checkpointing_modes[:1]
 
     def _require_fp8(self) -> None:
@@ -474,7 +474,7 @@ class _Estimator:
                 layout = resolve_layout(
                     case, batch, question.roles, question.data, cluster.per_node
                 )
-                layout = within_budget(layout, question.facts, cluster, self.checkpointing_modes)
+                layout = fit_to_budget(layout, question.facts, cluster, self.checkpointing_modes)
             except PlanError as error:
                 refusal = refusal or error
                 continue

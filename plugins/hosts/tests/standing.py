@@ -31,7 +31,7 @@ class Starter:
     def start(self, name: str, settings: dict[str, Any]) -> None:
         self.started.append(name)
 
-    def ended(self, name: str) -> str | None:
+    def why_ended(self, name: str) -> str | None:
         return self.why.get(name)
 
     def close(self) -> None:

@@ -96,5 +96,5 @@ class DiLoCoEngine(LocalEngine):
 
     def memory_stats(self) -> MemoryStats:
         """See Engine. The outer weights and their momentum count as optimizer state."""
-        of_outer_optimizer = MemoryStats.of((), (), [*self.anchors, *self.moments])
+        of_outer_optimizer = MemoryStats.from_tensors((), (), [*self.anchors, *self.moments])
         return super().memory_stats() + of_outer_optimizer

@@ -79,7 +79,7 @@ class FSDPUnits(NamedTuple):
     blocks: list[nn.Module]
     head: list[nn.Linear]
 
-    def in_turn(self) -> list[nn.Module]:
+    def list_in_forward_order(self) -> list[nn.Module]:
         """Return all units in the order of forward."""
         return [*self.embedding, *self.blocks, *self.head]
 
@@ -111,7 +111,7 @@ def apply_fsdp2(
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     shared: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
     units = _find_units(module, model, options, separate_embedding_and_head)
-    for unit in (*units.in_turn(), module):
+    for unit in (*units.list_in_forward_order(), module):
         # Registered before the hook of `fully_shard`, which then gets no views.
         unit.register_forward_hook(_return_no_views, with_kwargs=True)
     if experts is not None:
@@ -166,7 +166,7 @@ def _find_units(
 
 def _prefetch(units: FSDPUnits, forward: int, backward: int) -> None:
     """Let each unit gather that many units ahead of itself, in forward and in backward."""
-    in_turn = units.in_turn()
+    in_turn = units.list_in_forward_order()
     # The embedding is not gathered for backward.
     first_in_backward = len(units.embedding)
     for index, unit in enumerate(in_turn):

@@ -614,7 +614,7 @@ class DeepSpeedEngine(ForwardEngine):
         elsewhere = [_as_lists(getattr(self.zero, name, None)) for name in GRADIENTS]
         gradients = [*tensors_in(*at_parameters), *tensors_in(*elsewhere)]
         moments = tensors_in(*self.engine.basic_optimizer.state.values())
-        return MemoryStats.of(weights, gradients, [*masters, *moments])
+        return MemoryStats.from_tensors(weights, gradients, [*masters, *moments])
 
     @contextlib.contextmanager
     def _with_norms(self, norms: Any) -> Iterator[None]:

@@ -30,7 +30,7 @@ from drumline.compat.rules import (
 from drumline.compat.sheet import AUTO, OldKey, Sheet, format_value, take_waiting, translation_error
 from drumline.config.mistakes import split_synonyms
 from drumline.config.registry import nearest
-from drumline.foreign import expanded
+from drumline.foreign import expand_home
 from drumline_convert.arguments import (
     HUB,
     LOGS,
@@ -552,7 +552,7 @@ def find_nearby(base: Path, name: str) -> Path | None:
     """
     here = base.absolute()
     for folder in (here, *list(here.parents)[:MOST_FOLDERS_ABOVE], Path.cwd()):
-        path = folder / expanded(name)
+        path = folder / expand_home(name)
         if path.is_file():
             return path
     return None

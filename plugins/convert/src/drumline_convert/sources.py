@@ -59,7 +59,7 @@ def _text(old: OldKey | None) -> str:
 def sources_of(sheet: Sheet, dataset: Dataset) -> list[dict[str, Any]]:
     """Return the sources of a dataset; none for a split that its files do not have."""
     sources = _sources(sheet, dataset)
-    for old in _unused(dataset, sources):
+    for old in _find_unused_keys(dataset, sources):
         sheet.note(old, READ_AS_FILES)
     return sources
 
@@ -73,7 +73,7 @@ def put_sources(sheet: Sheet, part: str, sources: list[dict[str, Any]], old: Old
         sheet.put(f"data.{part}", sources, old)
 
 
-def _unused(dataset: Dataset, sources: list[dict[str, Any]]) -> Iterator[OldKey]:
+def _find_unused_keys(dataset: Dataset, sources: list[dict[str, Any]]) -> Iterator[OldKey]:
     """Yield the keys of a hub's dataset that have no effect, since its files are read directly."""
     paths = [source["path"] for source in sources if source["kind"] != "hub"]
     if not paths:

@@ -52,7 +52,7 @@ class Starter(Protocol):
     def start(self, name: str, settings: Message) -> None:
         """Start the agent of a host, in place of one that was started before."""
 
-    def ended(self, name: str) -> str | None:
+    def why_ended(self, name: str) -> str | None:
         """Return why an agent has ended.
 
         It is empty if none was started from here, and None while it may still run.
@@ -158,7 +158,7 @@ class Hosts:
                 number = stopped()
                 if number:
                     raise Interrupted(number)
-                why = self.starter.ended(remote.name)
+                why = self.starter.why_ended(remote.name)
                 now = time.monotonic()
                 if why is not None and now < try_again_until:
                     time.sleep(AGAIN_SECONDS)
@@ -337,7 +337,7 @@ class Hosts:
         """Return why a host has no link, with the last words of its agent; empty if it has one."""
         if not remote.gone:
             return ""
-        last_words = self.starter.ended(remote.name)
+        last_words = self.starter.why_ended(remote.name)
         if last_words:
             return f"{remote.gone}: {last_words}"
         return remote.gone

@@ -159,7 +159,7 @@ class ElasticHosts(Hosts):
                 is_resting = time.monotonic() < self._resting_until.get(name, 0.0)
                 if name in self._refused or is_resting or remote.link is not None:
                     continue
-                if self.starter.ended(name) is not None:
+                if self.starter.why_ended(name) is not None:
                     with suppress(EnvironmentFault):
                         self.start_agent(remote)
 

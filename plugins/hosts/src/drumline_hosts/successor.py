@@ -18,7 +18,7 @@ from drumline.errors import DrumlineError
 from drumline.launch.lease import Lease
 from drumline.launch.local import furthest_step, resume_of_restart
 from drumline.plan.plan import Plan
-from drumline.report.page import at_end
+from drumline.report.page import write_final_page
 from drumline.system.redact import redacted_streams
 from drumline.telemetry.events import EventLog, Takeover
 from drumline_hosts.elastic import ElasticHosts
@@ -72,7 +72,7 @@ def take_over(known: dict[str, Any]) -> int:
         code = launcher.start(
             plan, path, str(resume), lambda event: None, Replanner(plan, path), hosts
         )
-    at_end(plan)
+    write_final_page(plan)
     return code
 
 

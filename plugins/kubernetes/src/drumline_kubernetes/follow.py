@@ -65,7 +65,7 @@ class Follower:
         self.ends: dict[str, _Ended] = {}
         self.logs: dict[str, threading.Thread] = {}
 
-    def until_end(self, leaves: bool = False, stop: bool = False) -> int:
+    def follow_to_end(self, leaves: bool = False, stop: bool = False) -> int:
         """Follow the run to its end and return its exit code.
 
         With `leaves` a signal ends this display alone. With `stop` the workload is removed at once.

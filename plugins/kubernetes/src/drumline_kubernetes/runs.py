@@ -103,11 +103,11 @@ class KubernetesRun(SubmittedRun):
 
     def follow(self) -> int:
         print_experimental()
-        return self.follower().until_end(leaves=True)
+        return self.follower().follow_to_end(leaves=True)
 
     def stop(self) -> None:
         print_experimental()
-        self.follower().until_end(stop=True)
+        self.follower().follow_to_end(stop=True)
 
     def follower(self) -> Follower:
         """Return a follower of this run. Raises EnvironmentFault if no cluster is known."""

@@ -44,7 +44,7 @@ def submit(launch: KubernetesOptions, request: Request, dry_run: bool) -> int:
     note_run(run.folder, launch, run)
     if launch.detach:
         return 0
-    return run.follower().until_end()
+    return run.follower().follow_to_end()
 
 
 def _workload(launch: KubernetesOptions) -> str:

@@ -10,7 +10,7 @@ from drumline.config.section import Above0
 from drumline_hosts.spec import HostsLauncher
 
 
-def _in_cluster(address: str) -> str:
+def _require_address_in_cluster(address: str) -> str:
     if address.startswith("ray://"):
         raise ValueError(
             "the launcher itself must run in the cluster, not at the other end of ray://: ray job submit -- drumline train …"
@@ -22,7 +22,7 @@ class RayOptions(HostsLauncher):
     """The keys of the launcher Ray."""
 
     kind: Literal["ray"] = "ray"
-    address: Annotated[str, AfterValidator(_in_cluster)] | None = Field(
+    address: Annotated[str, AfterValidator(_require_address_in_cluster)] | None = Field(
         None,
         max_length=512,
         description="A cluster that is there: auto, or HOST:PORT of its head; null: one of this machine, for this run.",

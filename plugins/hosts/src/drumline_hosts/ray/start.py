@@ -50,7 +50,7 @@ class Node:
         }
 
     def start(self, settings: Message, workdir: str) -> None:
-        """Start the agent, in place of one that was started before. `ended` says if that failed."""
+        """Start the agent, in place of one that was started before. `why_ended` says if that failed."""
         self.close(0.0)
         self.agent = None
         self.failed = None
@@ -62,7 +62,7 @@ class Node:
             return
         self.agent.tell(json.dumps(settings))
 
-    def ended(self) -> str | None:
+    def why_ended(self) -> str | None:
         """Return why the agent has ended; None if it runs or was not started yet."""
         if self.agent is None or self.agent.poll() is None:
             return self.failed
@@ -120,12 +120,12 @@ class Actors:
             self.actors[name] = self._actor(self.names.index(name))
         self.actors[name].start.remote(settings, self.spec.workdir or str(Path.cwd()))
 
-    def ended(self, name: str) -> str | None:
+    def why_ended(self, name: str) -> str | None:
         """Return why an agent or its actor has ended; None if it may still run."""
         import ray
 
         try:
-            return ray.get(self.actors[name].ended.remote(), timeout=ANSWER_SECONDS)
+            return ray.get(self.actors[name].why_ended.remote(), timeout=ANSWER_SECONDS)
         except ray.exceptions.GetTimeoutError:
             return None
         except ray.exceptions.RayError as error:

@@ -95,7 +95,7 @@ class SSHOptions(HostsLauncher):
     def hosts_may_change(self) -> bool:
         return self.nodes is not None
 
-    def on_hosts(self, number: int) -> list[str]:
+    def overrides_for_hosts(self, number: int) -> list[str]:
         if number > len(self.hosts):
             raise UserError(
                 f"{number} given, launch.hosts has {len(self.hosts)}",

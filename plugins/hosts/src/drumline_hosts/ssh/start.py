@@ -107,7 +107,7 @@ class SSH:
         if self.shown(name):
             print(f"{name}: {redact(line)}", file=sys.stderr)
 
-    def ended(self, name: str) -> str | None:
+    def why_ended(self, name: str) -> str | None:
         """Return why an agent has ended; empty if none was started here, None while it runs."""
         agent = self._agents.get(name)
         if agent is None:
