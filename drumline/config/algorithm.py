@@ -42,6 +42,8 @@ from drumline.config.rollouts import (
 from drumline.config.section import Above0, Amount, RefusesNull, Weight
 
 ReferenceKind = Literal["none", "precomputed", "live", "adapter"]
+# How a distilled model's distributions are compared with its teacher's.
+DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
 # What an objective may ask of the logits of a language model.
 HeadOutput = Literal["cross_entropy", "log_probs", "entropy"]
 
