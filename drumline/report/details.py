@@ -666,7 +666,10 @@ def _turn_texts(turns: list[dict[str, Any]], failure: Any) -> list[tuple[str, st
             lines.append(str(turn["content"]))
         for call in _dictionaries(turn.get("tool_calls")):
             function = as_mapping(call.get("function"))
-            arguments = json.dumps(function.get("arguments"), ensure_ascii=False)
+            arguments = function.get("arguments")
+            # Long ones are the beginning of their JSON already.
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
             lines.append(f"calls {function.get('name')} {arguments}")
         speaker = str(turn.get("role"))
         if turn.get("name"):

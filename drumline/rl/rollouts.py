@@ -50,17 +50,15 @@ from drumline.rl.generate import Completion, DistributedSampling, Request, rank_
 from drumline.rl.reading import EpisodeReader, ModelReaders
 from drumline.rl.rewards import ENVIRONMENT, EpisodeScore, EpisodeText, Rewards, count_reasons
 from drumline.rl.sampler_check import SamplerCheck
+from drumline.rl.transcript import MOST_TEXT, shorten_messages
 from drumline.system.heartbeat import beat
 from drumline.telemetry.events import Emit, Rollout
 from drumline.telemetry.watched import Completions
 
 # The most reasons of failed rewards that the message of a stopped run names.
 MOST_REASONS = 3
-# The most samples of a rollout that its event shows, and the most characters of each completion.
+# The most samples of a rollout that its event shows.
 MOST_SHOWN = 8
-MOST_TEXT = 4000
-# Attributes of a `Conversation` whose means are metrics.
-CONVERSATION_METRICS = ("turns", "tool_calls", "tool_errors")
 
 
 @dataclass(frozen=True)
@@ -780,7 +778,7 @@ class Rollouts:
             "tokens": completion.length,
         }
         if isinstance(completion, Conversation):
-            description["messages"] = _shorten_messages(completion.messages)
+            description["messages"] = shorten_messages(completion)
             description["failure"] = completion.failure
         return description
 
@@ -866,23 +864,14 @@ def _conversation_metrics(samples: list[Sample]) -> dict[str, float]:
     for sample in samples:
         if isinstance(sample.completion, Conversation):
             conversations.append(sample.completion)
-    metrics = {}
-    if conversations:
-        for name in CONVERSATION_METRICS:
-            total = sum(getattr(conversation, name) for conversation in conversations)
-            metrics[name] = total / len(conversations)
-    return metrics
-
-
-def _shorten_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages for an event: their first MOST_TEXT characters together."""
-    shortened = []
-    left = MOST_TEXT
-    for message in messages:
-        content = message["content"][:left]
-        left -= len(content)
-        shortened.append({**message, "content": content})
-    return shortened
+    if not conversations:
+        return {}
+    number = len(conversations)
+    return {
+        "turns": sum(len(conversation.turns) for conversation in conversations) / number,
+        "tool_calls": sum(conversation.tool_calls for conversation in conversations) / number,
+        "tool_errors": sum(conversation.tool_errors for conversation in conversations) / number,
+    }
 
 
 def _domain_rewards(samples: list[Sample]) -> dict[str, float]:
