@@ -39,11 +39,17 @@ def shorten_messages(conversation: Conversation) -> list[dict[str, Any]]:
 
     Roles and names of speakers do not count. A message has `role`, `content`, and if it has them
     `name`, `tool_calls` (each with the name and the arguments of its function) and `unread_calls`.
+    That of a turn also has `reward`, what the environment gave for it or None, and `tool_errors`.
     """
     shortener = _Shortener()
+    turns = {turn.message: turn for turn in conversation.turns}
     shown = []
-    for message in conversation.messages:
-        shown.append(_shorten_message(message, shortener))
+    for index, message in enumerate(conversation.messages):
+        shortened = _shorten_message(message, shortener)
+        if index in turns:
+            shortened["reward"] = turns[index].reward
+            shortened["tool_errors"] = turns[index].tool_errors
+        shown.append(shortened)
     return shown
 
 
