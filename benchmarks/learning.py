@@ -49,6 +49,11 @@ RUNS: dict[str, tuple[str, str, dict[str, str]]] = {
         "rollout",
         {"mean verified reward of a rollout": "reward"},
     ),
+    "tries": (
+        "examples/grpo_tries.yaml",
+        "rollout",
+        {"mean reward of an episode": "reward", "mean number of tries": "turns"},
+    ),
     "ppo": (
         "examples/ppo_smollm2.yaml",
         "rollout",

@@ -7,12 +7,13 @@ each, or P prompts with G episodes each. Tensors are fp32 unless a docstring say
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 import torch
 
-from drumline.data.batches import Episodes
+from drumline.data.batches import Episodes, EpisodeTurn
 
 # Added to a standard deviation before it divides. The value is TRL's, so that the numbers agree.
 STD_EPSILON = 1e-4
@@ -177,6 +178,116 @@ def place_at_last_token(scores_N: torch.Tensor, mask_NM: torch.Tensor) -> torch.
     return scores_NM.scatter_(1, last_N[:, None], kept_scores_N[:, None])
 
 
+def turn_returns(rewards_N: torch.Tensor, turns: Sequence[Sequence[EpisodeTurn]]) -> torch.Tensor:
+    """Return the reward of each episode from each of its turns on, fp64[N, K].
+
+    K is the largest number of turns. NaN stands for a turn that an episode does not have, and for
+    all turns of an episode whose reward is not known.
+
+    Args:
+        rewards_N: The reward of each episode; NaN: not known.
+        turns: The turns of each episode.
+    """
+    most_turns = max(1, *map(len, turns))
+    returns_NK = torch.full((len(turns), most_turns), torch.nan, dtype=torch.float64)
+    for row, turns_of_episode in enumerate(turns):
+        if rewards_N[row].isnan():
+            continue
+        # From the last turn on, so that equal rewards at the end of episodes have equal sums.
+        later_rewards = 0.0
+        for number in reversed(range(len(turns_of_episode))):
+            later_rewards += turns_of_episode[number].reward
+            returns_NK[row, number] = later_rewards
+    return returns_NK
+
+
+def turn_numbers(turns: Sequence[Sequence[EpisodeTurn]], mask_NM: torch.Tensor) -> torch.Tensor:
+    """Return which turn of its episode each token is of, int64[N, M], counted from 0.
+
+    It is 0 for tokens that the policy has not sampled. `mask_NM`: bool, True for those that it has.
+    """
+    numbers_NM = torch.zeros(mask_NM.shape, dtype=torch.int64)
+    for row, turns_of_episode in enumerate(turns):
+        numbers: list[int] = []
+        for number, turn in enumerate(turns_of_episode):
+            numbers += [number] * turn.tokens
+        numbers_NM[row, mask_NM[row]] = torch.tensor(numbers, dtype=torch.int64)
+    return numbers_NM
+
+
+def groups_differ(
+    rewards_N: torch.Tensor, group_size: int, turns: Sequence[Sequence[EpisodeTurn]] = ()
+) -> list[bool]:
+    """Return for each group whether any advantage of it may differ from 0.
+
+    Args:
+        rewards_N: The reward of each episode, group after group; NaN: not known.
+        group_size: Number of episodes of a group.
+        turns: The turns of each episode, if each has advantages of its own; else empty.
+    """
+    if not turns:
+        return have_different_rewards(rewards_N.reshape(-1, group_size)).tolist()
+    returns_PKG = _returns_by_turn(rewards_N, turns, group_size)
+    groups, most_turns, _ = returns_PKG.shape
+    differ = have_different_rewards(returns_PKG.reshape(-1, group_size))
+    return differ.view(groups, most_turns).any(1).tolist()
+
+
+def _returns_by_turn(
+    rewards_N: torch.Tensor, turns: Sequence[Sequence[EpisodeTurn]], group_size: int
+) -> torch.Tensor:
+    """Return `turn_returns` with a row for each turn of each of P groups, fp64[P, K, G]."""
+    returns_NK = turn_returns(rewards_N, turns)
+    returns_PGK = returns_NK.reshape(-1, group_size, returns_NK.shape[1])
+    return returns_PGK.transpose(1, 2)
+
+
+def add_turn_advantages(
+    episodes: Episodes,
+    rewards_N: torch.Tensor,
+    group_size: int,
+    scale: Literal["group", "batch", "none"],
+    estimator: Literal["grpo", "rloo"],
+) -> Episodes:
+    """Return the episodes with an advantage for each turn, which all tokens of the turn have.
+
+    It compares the episode's rewards from this turn on with those of the group from the same turn on.
+    Advantages of turns by their number in a group are those of MT-GRPO (Zeng et al. 2025); the return
+    of a turn takes the place of its reward as in GTPO (Ding et al. 2025), without a discount. What
+    came before a turn cannot depend on it, and only adds noise. An episode that is the only one of
+    its group to have a turn has the advantage 0 there.
+
+    `scale`, `estimator`: as in `group_advantages`, over turns in place of episodes.
+    """
+    returns_PKG = _returns_by_turn(rewards_N, episodes.turns, group_size)
+    groups, most_turns, _ = returns_PKG.shape
+    rows = group_advantages(returns_PKG.reshape(-1, group_size), scale, estimator)
+    advantages_PGK = rows.view(groups, most_turns, group_size).transpose(1, 2)
+    advantages_NK = advantages_PGK.reshape(-1, most_turns).float()
+    numbers_NM = turn_numbers(episodes.turns, episodes.mask_NM)
+    advantages_NM = advantages_NK.gather(1, numbers_NM)
+    return replace(episodes, advantages_NM=advantages_NM * episodes.mask_NM)
+
+
+def place_at_turn_ends(
+    turns: Sequence[Sequence[EpisodeTurn]], mask_NM: torch.Tensor
+) -> torch.Tensor:
+    """Return each turn's reward at the last token that was sampled in it, 0 elsewhere: fp32[N, M].
+
+    The reward of a turn without tokens is placed at the token before it.
+    `mask_NM`: bool, True for the tokens that were sampled.
+    """
+    rewards_NM = torch.zeros(mask_NM.shape)
+    for row, turns_of_episode in enumerate(turns):
+        columns = mask_NM[row].nonzero().flatten().tolist()
+        tokens = 0
+        for turn in turns_of_episode:
+            tokens += turn.tokens
+            if columns:
+                rewards_NM[row, columns[max(tokens - 1, 0)]] += turn.reward
+    return rewards_NM
+
+
 def add_group_advantages(
     episodes: Episodes,
     rewards_N: torch.Tensor,
@@ -202,6 +313,7 @@ def add_gae_advantages(
     gamma: float,
     lam: float,
     should_whiten: bool,
+    credits_turns: bool = False,
 ) -> Episodes:
     """Return the episodes with the advantages and returns of `gae`, and weights of tokens.
 
@@ -215,12 +327,17 @@ def add_gae_advantages(
         lam: As in `gae`.
         should_whiten: Whether advantages get mean 0 and variance 1 over the rollout. Returns stay as
             they are, since the value is fitted to them.
+        credits_turns: Whether the last token of each turn gets the turn's part of the reward, in
+            place of the last token of the episode.
     """
     mask_NM = episodes.mask_NM
     is_trained_N = ~rewards_N.isnan()
-    # An unknown reward becomes 0, so that no NaN spreads; its episode gets the weight 0 below.
-    finite_rewards_N = rewards_N.nan_to_num()
-    token_rewards_NM = place_at_last_token(finite_rewards_N, mask_NM) - kl_penalty_NM
+    if credits_turns:
+        placed_NM = place_at_turn_ends(episodes.turns, mask_NM)
+    else:
+        # An unknown reward becomes 0, so that no NaN spreads; its episode gets the weight 0 below.
+        placed_NM = place_at_last_token(rewards_N.nan_to_num(), mask_NM)
+    token_rewards_NM = placed_NM - kl_penalty_NM
     advantages_NM, returns_NM = gae(token_rewards_NM, episodes.values_NM, mask_NM, gamma, lam)
     if should_whiten:
         is_trained_NM = mask_NM & is_trained_N[:, None]

@@ -42,6 +42,8 @@ from drumline.config.rollouts import (
 from drumline.config.section import Above0, Amount, RefusesNull, Weight
 
 ReferenceKind = Literal["none", "precomputed", "live", "adapter"]
+# How a distilled model's distributions are compared with its teacher's.
+DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
 # What an objective may ask of the logits of a language model.
 HeadOutput = Literal["cross_entropy", "log_probs", "entropy"]
 
@@ -441,6 +443,11 @@ class RolloutSpec(ChunkedSpec):
         """Number of rollouts that are sampled while another one is learned from."""
         return 0
 
+    @property
+    def credits_turns(self) -> bool:
+        """Whether each turn of an episode has advantages by its own rewards and later ones."""
+        return False
+
     rewards: Annotated[
         list[Reward], RefusesNull("list the rewards, or leave it out for that of tasks")
     ] = Field(
@@ -515,6 +522,16 @@ class RolloutSpec(ChunkedSpec):
         if asks_for_rewards and not gives_rewards:
             raise ValueError(
                 "a reward of kind environment needs `environment: {kind: class}`, which gives rewards"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_rewards_of_turns(self) -> RolloutSpec:
+        """Refuse credit by turn if no reward is of a turn."""
+        is_given = any(reward.kind == "environment" and reward.weight for reward in self.rewards)
+        if self.credits_turns and not is_given:
+            raise ValueError(
+                "credit: turn requires a reward of kind environment, since no other is of a turn: add one, or take credit out"
             )
         return self
 

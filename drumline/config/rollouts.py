@@ -26,6 +26,9 @@ from drumline.config.section import (
 )
 from drumline.errors import DataError
 
+# The default limit of a reward that runs in a process of its own, in seconds.
+REWARD_SECONDS = 10.0
+
 
 def _compiles(pattern: str | None) -> str | None:
     try:
@@ -48,13 +51,35 @@ class _Reward(Section):
     weight: float = Field(
         1.0, ge=-MOST_WEIGHT, le=MOST_WEIGHT, description="Rewards are summed with their weights."
     )
+
+
+class _TimedReward(_Reward):
+    """The base of rewards that run in processes of their own, which may hang."""
+
     timeout_seconds: Seconds = Field(
-        10.0,
+        REWARD_SECONDS,
         description="An answer that takes longer costs its sample: it gets no reward, and is counted.",
     )
 
 
-class FunctionReward(_Reward):
+class _UntimedReward(_Reward):
+    """The base of rewards that are known or computed on the rank, which need no limit of time."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_limit(cls, values: Any) -> Any:
+        """Take the old key `timeout_seconds` out, which all kinds had until 0.6 and some never read."""
+        if not isinstance(values, dict) or "timeout_seconds" not in values:
+            return values
+        rest = dict(values)
+        if rest.pop("timeout_seconds") not in (None, REWARD_SECONDS):
+            raise ValueError(
+                f"timeout_seconds has no effect on a reward of kind {rest.get('kind')}: take it out"
+            )
+        return rest
+
+
+class FunctionReward(_TimedReward):
     kind: Literal["function"] = "function"
     path: PathText = Field(
         description="`module:function`, `file.py:function` (relative to the YAML), or an entry point of group drumline.rewards. Called as"
@@ -64,7 +89,7 @@ class FunctionReward(_Reward):
     options: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments.")
 
 
-class TaskReward(_Reward):
+class TaskReward(_TimedReward):
     kind: Literal["task"] = (
         "task"  # the verifier of the reasoning-gym task that the prompt comes from
     )
@@ -74,12 +99,12 @@ class TaskReward(_Reward):
     )
 
 
-class MathReward(_Reward):
+class MathReward(_TimedReward):
     kind: Literal["math"] = "math"  # math-verify against the row's `answer`
     column: str = Field("answer", description="Column of the row that holds the right answer.")
 
 
-class RegexReward(_Reward):
+class RegexReward(_TimedReward):
     kind: Literal["regex"] = "regex"  # 1 where the completion matches
     pattern: Annotated[str, AfterValidator(_compiles)] = Field(
         description="Python regular expression."
@@ -87,7 +112,7 @@ class RegexReward(_Reward):
     full: bool = Field(True, description="The whole completion must match, or any part of it.")
 
 
-class LengthReward(_Reward):
+class LengthReward(_UntimedReward):
     kind: Literal["length"] = "length"  # 0 up to `free` tokens, falling to −1 at `limit`
     free: Amount = Field(description="Tokens that cost nothing.")
     limit: Count = Field(
@@ -101,14 +126,14 @@ class LengthReward(_Reward):
         return self
 
 
-class ModelReward(_Reward):
+class ModelReward(_UntimedReward):
     kind: Literal["model"] = "model"  # a reward model, as `algorithm: reward` trains them
     model: Model = Field(
         description="A model with a score head: RUN/export of a reward run, or any Hugging Face one."
     )
 
 
-class EnvironmentReward(_Reward):
+class EnvironmentReward(_UntimedReward):
     """The sum of the rewards that `algorithm.environment` gave during the episode."""
 
     kind: Literal["environment"] = "environment"

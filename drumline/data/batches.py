@@ -647,6 +647,19 @@ def placeholder_labelled_texts(plan: Plan, rows: int, length: int) -> LabelledBa
     return _labelled_batch(plan, texts, [0] * rows, 0, length)
 
 
+class EpisodeTurn(NamedTuple):
+    """A turn of the policy in an episode with an environment.
+
+    Attributes:
+        tokens: number of tokens that the policy sampled.
+        reward: what the turn adds to the reward of the episode. For the last turn that includes all
+            rewards that are of the whole episode.
+    """
+
+    tokens: int
+    reward: float
+
+
 @dataclass(frozen=True)
 class Episodes:
     """All episodes of a rollout, the same on every rank.
@@ -671,6 +684,7 @@ class Episodes:
         ended_N: bool, true if the completion was not cut before its end.
         images: the paths and grids of each prompt's images, see `data.image_rows`.
         sampled: `mask_NM` without its padding, by episode; None: all tokens were sampled.
+        turns: the turns of each episode with an environment; empty if nobody has set them.
     """
 
     prompts: list[TokenIds]
@@ -687,6 +701,7 @@ class Episodes:
     ended_N: torch.Tensor
     images: Sequence[PromptImageMeta]
     sampled: Sequence[Sequence[bool]] | None
+    turns: Sequence[Sequence[EpisodeTurn]] = ()
 
     @classmethod
     def start(

@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
+from drumline.config.algorithm import DivergenceKind
+
 # Sums over the entries of each token's distribution: [N, V] → [N].
 Total = Callable[[Tensor], Tensor]
 

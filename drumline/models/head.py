@@ -18,6 +18,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from drumline.config.algorithm import DivergenceKind
 from drumline.dist.mesh import first_row
 from drumline.errors import ModelError
 from drumline.models import kernels
@@ -30,7 +31,7 @@ from drumline.models.classes import (
     is_seq2seq,
     reads_images,
 )
-from drumline.models.divergence import Divergence, DivergenceKind
+from drumline.models.divergence import Divergence
 from drumline.models.losses import (
     IGNORE,
     LinearHead,

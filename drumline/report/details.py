@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -536,14 +537,25 @@ def _change(evaluations: list[dict[str, Any]], score: str) -> str | None:
     return f"{difference:+.4g}"
 
 
+class CardText(NamedTuple):
+    """A text of a card, below its title."""
+
+    title: str
+    # None: the title stands alone.
+    text: str | None
+    # A class of page.css: `model` for what a model wrote, `error` for a failure; or none.
+    class_: str = ""
+
+
 @dataclass(frozen=True)
 class Card:
     """A box of the page with a few titles and the text below each."""
 
-    # Each is (title, text); None: the title stands alone.
-    texts: list[tuple[str, str | None]]
+    texts: list[CardText]
     # A number as text, by which page.js filters episodes; empty for a card without a reward.
     reward: str = ""
+    # Some of MARKS, by which page.js filters episodes.
+    marks: tuple[str, ...] = ()
 
 
 def samples(run: RunFacts, registry: ChartRegistry) -> list[Card] | None:
@@ -585,6 +597,15 @@ def _prompt_key(sample: dict[str, Any]) -> tuple[str, str]:
     return str(sample.get("set")), str(sample.get("prompt"))
 
 
+# What an episode may be marked by → how the page calls these episodes.
+MARKS = {
+    "environment": "the environment failed",
+    "tool": "a call of a tool failed",
+    "unrewarded": "no reward",
+    "cut": "cut before the end",
+}
+
+
 class Episode(NamedTuple):
     """A recorded episode of a rollout."""
 
@@ -602,6 +623,9 @@ class Rollouts:
     episodes: list[Card]
     # A sentence that says which of the recorded episodes are shown.
     shown_note: str
+    # Mark → how the page calls the episodes that have it, with their number. Only marks of some
+    # episode that is shown.
+    filters: dict[str, str]
 
 
 def rollouts(run: RunFacts, registry: ChartRegistry) -> Rollouts | None:
@@ -621,7 +645,12 @@ def rollouts(run: RunFacts, registry: ChartRegistry) -> Rollouts | None:
         shown_note = f"The first and last {half} of {len(episodes):,} recorded episodes."
         episodes = [*episodes[:half], *episodes[-half:]]
     cards = [_episode_card(episode) for episode in reversed(episodes)]
-    return Rollouts(cards, shown_note)
+    counts = Counter(mark for card in cards for mark in card.marks)
+    filters = {}
+    for mark, label in MARKS.items():
+        if counts[mark]:
+            filters[mark] = f"{label} ({counts[mark]:,})"
+    return Rollouts(cards, shown_note, filters)
 
 
 def _episode_card(episode: Episode) -> Card:
@@ -651,30 +680,75 @@ def _episode_card(episode: Episode) -> Card:
         prompt = ("prompt", values.get("prompt"))
         completion = ("completion", values.get("text"))
         texts = _message_texts([prompt, completion])
-    return Card([(head, None), *texts], filter_key)
+    return Card([CardText(head, None), *texts], filter_key, _marks(values, turns))
 
 
-def _turn_texts(turns: list[dict[str, Any]], failure: Any) -> list[tuple[str, str | None]]:
+def _marks(values: dict[str, Any], turns: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Return the MARKS of an episode. `turns`: its messages, if it has an environment."""
+    marks = []
+    if values.get("failure") is not None:
+        marks.append("environment")
+    if any(as_number(turn.get("tool_errors")) for turn in turns):
+        marks.append("tool")
+    if as_number(values.get("reward")) is None:
+        marks.append("unrewarded")
+    if not values.get("ended"):
+        marks.append("cut")
+    return tuple(marks)
+
+
+def _turn_texts(turns: list[dict[str, Any]], failure: Any) -> list[CardText]:
     """Return the turns of an episode with an environment, each with who speaks.
 
     `failure`: why the environment failed; None if it did not.
     """
-    texts: list[tuple[str, str | None]] = []
+    texts: list[CardText] = []
+    number = 0
     for turn in turns:
-        lines = []
-        if turn.get("content"):
-            lines.append(str(turn["content"]))
-        for call in _dictionaries(turn.get("tool_calls")):
-            function = as_mapping(call.get("function"))
-            arguments = json.dumps(function.get("arguments"), ensure_ascii=False)
-            lines.append(f"calls {function.get('name')} {arguments}")
-        speaker = str(turn.get("role"))
+        title = str(turn.get("role"))
         if turn.get("name"):
-            speaker = f"{speaker} {turn['name']}"
-        texts.append((speaker, "\n".join(lines)))
+            title = f"{title} {turn['name']}"
+        # Only messages that the model has sampled have this key.
+        is_sampled = "reward" in turn
+        if is_sampled:
+            number += 1
+            title = f"{title}, turn {number}"
+            reward = as_number(turn["reward"])
+            if reward is not None:
+                title = f"{title} · reward {reward:.4g}"
+        texts.append(CardText(title, _turn_text(turn), _turn_class(turn, is_sampled)))
     if failure is not None:
-        texts.append(("the environment failed", str(failure)))
+        texts.append(CardText("the environment failed", str(failure), "error"))
     return texts
+
+
+def _turn_class(turn: dict[str, Any], is_sampled: bool) -> str:
+    """Return the class of page.css for a message. `is_sampled`: whether the model sampled it."""
+    if is_sampled:
+        return "model"
+    # So begin the results of calls that failed (`rl.tools`).
+    if turn.get("role") == "tool" and str(turn.get("content")).startswith("error:"):
+        return "error"
+    return ""
+
+
+def _turn_text(turn: dict[str, Any]) -> str:
+    """Return what a message says and calls, a line each."""
+    lines = []
+    if turn.get("content"):
+        lines.append(str(turn["content"]))
+    for call in _dictionaries(turn.get("tool_calls")):
+        function = as_mapping(call.get("function"))
+        arguments = function.get("arguments")
+        # Long ones are the beginning of their JSON already.
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        lines.append(f"calls {function.get('name')} {arguments}")
+    errors = turn.get("unread_calls")
+    if isinstance(errors, list):
+        for error in errors:
+            lines.append(f"calls in a way that cannot be read: {error}")
+    return "\n".join(lines)
 
 
 def _dictionaries(value: Any) -> list[dict[str, Any]]:
@@ -684,14 +758,14 @@ def _dictionaries(value: Any) -> list[dict[str, Any]]:
     return [each for each in value if isinstance(each, dict)]
 
 
-def _message_texts(pairs: Pairs) -> list[tuple[str, str | None]]:
+def _message_texts(pairs: Pairs) -> list[CardText]:
     """Return titles with their texts, each a text as it is, or messages as a line each."""
-    texts: list[tuple[str, str | None]] = []
+    texts: list[CardText] = []
     for title, value in pairs:
         text = None
         if value is not None:
             text = _message_text(value)
-        texts.append((title, text))
+        texts.append(CardText(title, text))
     return texts
 
 

@@ -82,10 +82,17 @@ function filterConfig() {
   update();
 }
 
-// Show the episodes whose reward and text are asked for.
+// Whether a card has the mark that is chosen.
+function hasMark(card, choice) {
+  return choice === "" || card.dataset.marks.split(" ").includes(choice);
+}
+
+// Show the episodes whose reward, mark and text are asked for.
 function filterEpisodes(box) {
   const least = box.querySelector(".least");
   const most = box.querySelector(".most");
+  // Absent if no episode has a mark.
+  const mark = box.querySelector(".mark");
   const search = box.querySelector("[type=search]");
   const cards = all(".card", box);
   const update = () => {
@@ -97,7 +104,9 @@ function filterEpisodes(box) {
     for (const card of cards) {
       const reward = card.dataset.reward === "" ? NaN : Number(card.dataset.reward);
       const isInRange = isAnyReward || (reward >= low && reward <= high);
-      card.hidden = !isInRange || !card.textContent.toLowerCase().includes(text);
+      const isMarked = hasMark(card, mark?.value ?? "");
+      const hasText = card.textContent.toLowerCase().includes(text);
+      card.hidden = !isInRange || !isMarked || !hasText;
       shown += card.hidden ? 0 : 1;
     }
     box.querySelector(".count").textContent = `${shown} of ${cards.length}`;
@@ -105,6 +114,7 @@ function filterEpisodes(box) {
   for (const input of [least, most, search]) {
     input.addEventListener("input", update);
   }
+  mark?.addEventListener("change", update);
   update();
 }
 

@@ -186,6 +186,27 @@ function asText(value) {
   return String(value ?? "");
 }
 
+// Make the elements of an episode's messages: who speaks, and what.
+function turnElements(messages) {
+  const elements = [];
+  for (const message of messages.filter(Boolean)) {
+    let title = message.name ? `${message.role} ${message.name}` : message.role;
+    if (message.reward != null) {
+      title += ` · reward ${short(message.reward)}`;
+    }
+    const lines = message.content ? [message.content] : [];
+    const calls = Array.isArray(message.tool_calls) ? message.tool_calls : [];
+    for (const call of calls) {
+      const { name, arguments: values } = call?.function ?? {};
+      // Long arguments are the beginning of their JSON already.
+      const text = typeof values === "string" ? values : JSON.stringify(values);
+      lines.push(`calls ${name} ${text}`);
+    }
+    elements.push(make("b", title), make("pre", lines.join("\n")));
+  }
+  return elements;
+}
+
 // Show texts that the model has written, with their prompts and rewards.
 function showCards(box, found) {
   const texts = Array.isArray(found.shown) ? found.shown.filter(Boolean) : [];
@@ -194,8 +215,12 @@ function showCards(box, found) {
     if (shown.reward !== undefined) {
       card.append(make("b", `reward ${short(shown.reward)}`), make("p"));
     }
-    card.append(make("b", "prompt"), make("pre", asText(shown.prompt)));
-    card.append(make("b", "written"), make("pre", asText(shown.text)));
+    if (Array.isArray(shown.messages)) {
+      card.append(...turnElements(shown.messages));
+    } else {
+      card.append(make("b", "prompt"), make("pre", asText(shown.prompt)));
+      card.append(make("b", "written"), make("pre", asText(shown.text)));
+    }
     if (shown.answer != null) {
       card.append(make("b", "the row's answer"), make("pre", asText(shown.answer)));
     }

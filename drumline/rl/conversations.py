@@ -12,7 +12,7 @@ any number of ranks, and a run that is killed inside of a rollout makes the same
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from drumline.data.encode import OWN_COLUMNS, ROW_PROMPT
@@ -28,11 +28,26 @@ from drumline.rl.turns import ChatTurns
 MOST_OF_RANK = 256
 
 
+@dataclass
+class Turn:
+    """A turn of the model, and what the environment made of it."""
+
+    # The number of tokens that the model sampled.
+    tokens: int
+    # The index of the model's message among those of the episode.
+    message: int
+    # What the environment gave for it; None: nothing.
+    reward: float | None = None
+    # Number of calls of tools, and how many of them failed.
+    tool_calls: int = 0
+    tool_errors: int = 0
+
+
 @dataclass(frozen=True)
 class Conversation(Completion):
     """An episode of several turns. Its tokens are all those behind the prompt.
 
-    Log-probs of the environment's tokens are 0.
+    Log-probs of the environment's tokens are 0. Its lists grow while it is played.
     """
 
     # The tokens before the model's first turn.
@@ -41,19 +56,33 @@ class Conversation(Completion):
     sampled: list[bool] = field(default_factory=list)
     # All messages, those of `reset` included.
     messages: list[dict[str, Any]] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     # What the model's last turn says besides calls of tools.
     answer: str = ""
-    # The sum of the environment's rewards; None if it gave none.
-    reward: float | None = None
-    turns: int = 0
-    tool_calls: int = 0
-    tool_errors: int = 0
     # Why the environment failed; None if it did not.
     failure: str | None = None
 
     @property
     def length(self) -> int:
         return sum(self.sampled)
+
+    @property
+    def reward(self) -> float | None:
+        """The sum of the environment's rewards; None if it gave none."""
+        known = [turn.reward for turn in self.turns if turn.reward is not None]
+        if not known:
+            return None
+        return sum(known)
+
+    @property
+    def tool_calls(self) -> int:
+        """The number of calls of tools in all turns, those that could not be read included."""
+        return sum(turn.tool_calls for turn in self.turns)
+
+    @property
+    def tool_errors(self) -> int:
+        """The number of calls of tools that failed."""
+        return sum(turn.tool_errors for turn in self.turns)
 
 
 @dataclass(frozen=True)
@@ -70,50 +99,24 @@ class _Episode:
 
     def __init__(self, start: Start) -> None:
         self.start = start
-        # The row's prompt, until `reset` has returned another one.
-        self.prompt = start.request.tokens
-        self.tokens: list[int] = []
-        self.log_probs: list[float] = []
-        self.sampled: list[bool] = []
-        self.messages: list[dict[str, Any]] = []
-        self.answer = ""
-        self.reward: float | None = None
-        self.turns = 0
-        self.tool_calls = 0
-        self.tool_errors = 0
-        self.failure: str | None = None
-        # Whether it ended by itself.
-        self.ended = False
+        # What was said so far. It has the row's prompt until `reset` has returned another one.
+        self.conversation = Conversation([], [], ended=False, prompt=start.request.tokens)
         self.is_over = False
+
+    def change(self, **fields: Any) -> None:
+        """Replace fields of the conversation."""
+        self.conversation = replace(self.conversation, **fields)
 
     def end(self, ended: bool, failure: str | None = None) -> None:
         """Note that no turn follows. `ended`: False if the episode was cut, or failed."""
         self.is_over = True
-        self.ended = ended
-        self.failure = failure
+        self.change(ended=ended, failure=failure)
 
     def append(self, tokens: list[int], log_probs: list[float], sampled: bool) -> None:
         """Append tokens. `sampled`: by the model."""
-        self.tokens += tokens
-        self.log_probs += log_probs
-        self.sampled += [sampled] * len(tokens)
-
-    def result(self) -> Conversation:
-        """Return the episode as it is now."""
-        return Conversation(
-            self.tokens,
-            self.log_probs,
-            self.ended,
-            prompt=self.prompt,
-            sampled=self.sampled,
-            messages=self.messages,
-            answer=self.answer,
-            reward=self.reward,
-            turns=self.turns,
-            tool_calls=self.tool_calls,
-            tool_errors=self.tool_errors,
-            failure=self.failure,
-        )
+        self.conversation.tokens.extend(tokens)
+        self.conversation.log_probs.extend(log_probs)
+        self.conversation.sampled.extend([sampled] * len(tokens))
 
 
 @dataclass
@@ -175,7 +178,7 @@ class Conversations:
                 self._step(episodes, active, environment_step, turn)
         finally:
             self.environments.end(range(len(episodes)))
-        return [episode.result() for episode in episodes]
+        return [episode.conversation for episode in episodes]
 
     def close(self) -> None:
         """End the environments' processes."""
@@ -198,13 +201,13 @@ class Conversations:
             if reply.failure is not None:
                 episode.end(ended=False, failure=reply.failure)
                 continue
-            episode.messages = list(reply.messages)
+            episode.conversation.messages.extend(reply.messages)
             self._set_prompt(episode)
 
     def _set_prompt(self, episode: _Episode) -> None:
         """Render the messages before the model's first turn."""
         try:
-            prompt = self.chat.prompt(episode.messages)
+            prompt = self.chat.prompt(episode.conversation.messages)
         except DataError as error:
             episode.end(ended=False, failure=error.what)
             return
@@ -215,7 +218,7 @@ class Conversations:
             )
             episode.end(ended=False, failure=failure)
             return
-        episode.prompt = prompt
+        episode.change(prompt=prompt)
 
     def _take_turn(
         self, episodes: list[_Episode], active: list[int], step: int, turn: int, greedily: bool
@@ -223,9 +226,9 @@ class Conversations:
         """Have the model take its turn in the episodes `active`. Collective."""
         requests = []
         for number in active:
-            episode = episodes[number]
-            key = (*episode.start.request.key, turn)
-            requests.append(Request(episode.prompt + episode.tokens, key))
+            conversation = episodes[number].conversation
+            key = (*episodes[number].start.request.key, turn)
+            requests.append(Request(conversation.prompt + conversation.tokens, key))
         if self._has_current_weights:
             completions = self.sample_again(requests, step, greedily)
         else:
@@ -235,9 +238,11 @@ class Conversations:
             episode = episodes[number]
             episode.append(completion.tokens, completion.log_probs, sampled=True)
             read = self.chat.read(completion.tokens)
-            episode.messages.append(read.message)
-            episode.answer = read.content
-            episode.turns = turn + 1
+            conversation = episode.conversation
+            taken = Turn(len(completion.tokens), message=len(conversation.messages))
+            conversation.turns.append(taken)
+            conversation.messages.append(read.message)
+            episode.change(answer=read.content)
             # A turn that was cut is the last one; the environment still judges it.
             if not completion.ended:
                 episode.is_over = True
@@ -251,7 +256,7 @@ class Conversations:
             if number % ranks != rank:
                 continue
             episode = episodes[number]
-            messages[number] = episode.messages[-1]
+            messages[number] = episode.conversation.messages[-1]
             key = episode.start.request.key
             seeds[number] = derive(self.seed, "environment", step, *key, turn)
         replies = _gather(self.environments.step(messages, seeds))
@@ -265,12 +270,12 @@ class Conversations:
         if reply.failure is not None:
             episode.end(ended=False, failure=reply.failure)
             return
-        episode.messages += reply.messages
-        episode.tool_calls += reply.tool_calls
-        episode.tool_errors += reply.tool_errors
-        if reply.reward is not None:
-            earlier = episode.reward or 0.0
-            episode.reward = earlier + reply.reward
+        conversation = episode.conversation
+        conversation.messages.extend(reply.messages)
+        turn = conversation.turns[-1]
+        turn.reward = reply.reward
+        turn.tool_calls = reply.tool_calls
+        turn.tool_errors = reply.tool_errors
         was_cut = episode.is_over
         if was_cut:
             return
@@ -287,12 +292,13 @@ class Conversations:
             failure = "returned no message, and the episode is not done"
             episode.end(ended=False, failure=failure)
             return
+        earlier = episode.conversation.tokens
         try:
-            tokens = self.chat.reply(reply.messages, episode.tokens[-1])
+            tokens = self.chat.reply(reply.messages, earlier[-1])
         except DataError as error:
             episode.end(ended=False, failure=error.what)
             return
-        if len(episode.tokens) + len(tokens) + self.max_new_tokens > self.max_tokens:
+        if len(earlier) + len(tokens) + self.max_new_tokens > self.max_tokens:
             episode.end(ended=False)
             return
         episode.append(tokens, [0.0] * len(tokens), sampled=False)

@@ -186,8 +186,8 @@ class EnvironmentProcess:
 class Environments:
     """The environments of the episodes that one rank takes care of.
 
-    The process that imports the user's code starts at once, while the caller goes on. All processes end
-    with `close`, or with the caller.
+    The process that imports the user's code starts at once, while the caller goes on; `tools` waits for
+    it. All processes end with `close`, or with the caller.
     """
 
     def __init__(self, config: Environment, base_dir: Path) -> None:
@@ -195,7 +195,6 @@ class Environments:
         self.config = config
         self.base_dir = base_dir
         self._server = EnvironmentServer(config, base_dir)
-        self._is_ready = False
         self._pool = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="environment")
         # Number of an episode → its process.
         self._processes: dict[int, EnvironmentProcess] = {}
@@ -205,12 +204,11 @@ class Environments:
 
         They are empty for a class. Raises ConfigError or EnvironmentFault for what cannot be imported.
         """
-        self._is_ready = True
         tools: list[dict[str, Any]] = self._server.wait_until_ready()["tools"]
         return tools
 
     def reset(self, rows: dict[int, dict[str, Any]], seeds: dict[int, int]) -> dict[int, Reply]:
-        """Begin episodes, and return the reply of each.
+        """Begin episodes, and return the reply of each. `tools` was called before.
 
         Args:
             rows: Number of the episode → what its `reset` gets.
@@ -218,18 +216,25 @@ class Environments:
 
         Raises EnvironmentFault if the process that was replaced cannot be started.
         """
-        if not self._is_ready:
-            self.tools()
         if not self._server.is_alive:
-            # It may have been killed for its memory; its episodes have failed.
-            self._server.kill()
-            self._server = EnvironmentServer(self.config, self.base_dir)
-            self._server.wait_until_ready()
+            self._replace_server()
         for number in rows:
             process = EnvironmentProcess(self._server, self.config.timeout_seconds)
             self._processes[number] = process
         arguments = {number: {"row": row} for number, row in rows.items()}
         return self._call(arguments, seeds)
+
+    def _replace_server(self) -> None:
+        """Start the process that imports anew. It may have been killed for its memory.
+
+        The episodes that it had have failed. Raises EnvironmentFault if it cannot be started.
+        """
+        # The old process may take some seconds to end. The new one may take START_SECONDS to read its
+        # task, and as long to import.
+        heartbeat.alive(EXIT_SECONDS + END_SECONDS + 2 * START_SECONDS)
+        self._server.kill()
+        self._server = EnvironmentServer(self.config, self.base_dir)
+        self._server.wait_until_ready()
 
     def step(self, messages: dict[int, dict[str, Any]], seeds: dict[int, int]) -> dict[int, Reply]:
         """Give environments the model's message, and return the reply of each.

@@ -102,6 +102,8 @@ class EpisodeScore:
     failures: dict[str, str]
     # Whether any reward applies to the episode.
     applies: bool = True
+    # The part of `value` that is not the environment's.
+    outcome: float = 0.0
 
 
 def reward_names(configs: Sequence[Reward]) -> list[str]:
@@ -225,6 +227,14 @@ class Rewards:
                 # A failure here happens again in `score`, which raises it.
                 self._pool.submit(self._worker)
 
+    @property
+    def environment_weight(self) -> float:
+        """The weight of the environment's rewards in the sum; 0 without any."""
+        weights = [
+            reward.weight for reward in self.configs if isinstance(reward, EnvironmentReward)
+        ]
+        return sum(weights)
+
     def __enter__(self) -> Rewards:
         return self
 
@@ -277,6 +287,7 @@ class Rewards:
         parts = {}
         failures = {}
         total = 0.0
+        outcome = 0.0
         applies = not any(_tells_good_answers(config) for config in self.configs)
         for index, name in enumerate(self.names):
             config = self.configs[index]
@@ -293,12 +304,14 @@ class Rewards:
             applies = applies or _tells_good_answers(config)
             if failure is None:
                 total += weighted
+                if not isinstance(config, EnvironmentReward):
+                    outcome += weighted
                 continue
             failures[name] = failure
             # A reward of weight 0 is only a metric: without it the sum is still known.
             if config.weight != 0:
                 total = math.nan
-        return EpisodeScore(total, parts, failures, applies)
+        return EpisodeScore(total, parts, failures, applies, outcome)
 
     def _compute(
         self, index: int, episode: EpisodeText, model_scores: Mapping[str, float]

@@ -24,7 +24,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -33,10 +33,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from drumline.algorithms.credit import have_different_rewards
+from drumline.algorithms.credit import groups_differ
 from drumline.algorithms.policy import KLController, divergence
 from drumline.config.algorithm import RolloutSpec
-from drumline.data.batches import Episodes
+from drumline.data.batches import Episodes, EpisodeTurn
 from drumline.data.cache import TokenCache
 from drumline.data.encode import OWN_COLUMNS, ROW_PROMPT
 from drumline.data.order import GlobalBatch
@@ -50,17 +50,15 @@ from drumline.rl.generate import Completion, DistributedSampling, Request, rank_
 from drumline.rl.reading import EpisodeReader, ModelReaders
 from drumline.rl.rewards import ENVIRONMENT, EpisodeScore, EpisodeText, Rewards, count_reasons
 from drumline.rl.sampler_check import SamplerCheck
+from drumline.rl.transcript import MOST_TEXT, shorten_messages
 from drumline.system.heartbeat import beat
 from drumline.telemetry.events import Emit, Rollout
 from drumline.telemetry.watched import Completions
 
 # The most reasons of failed rewards that the message of a stopped run names.
 MOST_REASONS = 3
-# The most samples of a rollout that its event shows, and the most characters of each completion.
+# The most samples of a rollout that its event shows.
 MOST_SHOWN = 8
-MOST_TEXT = 4000
-# Attributes of a `Conversation` whose means are metrics.
-CONVERSATION_METRICS = ("turns", "tool_calls", "tool_errors")
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,8 @@ class Sample:
     reward: float
     # Whether any reward applies to this sample.
     applies: bool = True
+    # The turns of an episode with an environment, with their parts of the reward.
+    turns: Sequence[EpisodeTurn] = ()
 
     @property
     def is_failed(self) -> bool:
@@ -118,10 +118,16 @@ class ScoredSamples:
         failed = sum(sample.is_failed for sample in self.samples)
         return failed / applies
 
-    def rewards_differ(self, group_size: int) -> list[bool]:
-        """Return for each group whether its rewards differ; only such a group teaches anything."""
-        rewards_PG = torch.tensor(self.rewards, dtype=torch.float32).reshape(-1, group_size)
-        return have_different_rewards(rewards_PG).tolist()
+    def rewards_differ(self, group_size: int, credits_turns: bool = False) -> list[bool]:
+        """Return for each group whether its rewards differ; only such a group teaches anything.
+
+        `credits_turns`: whether the rewards from some turn on are enough to differ.
+        """
+        rewards_N = torch.tensor(self.rewards, dtype=torch.float32)
+        turns: list[Sequence[EpisodeTurn]] = []
+        if credits_turns:
+            turns = [sample.turns for sample in self.samples]
+        return groups_differ(rewards_N, group_size, turns)
 
 
 class RolloutEvaluation(NamedTuple):
@@ -465,7 +471,8 @@ class Rollouts:
                 scored = self._score(self.prompts, prompt_ids, completions)
             self._learn_domains(scored.samples)
             position += len(prompt_ids) // size
-            for group, rewards_differ in enumerate(scored.rewards_differ(size)):
+            differ = scored.rewards_differ(size, self.algorithm.credits_turns)
+            for group, rewards_differ in enumerate(differ):
                 first = group * size
                 samples = scored.samples[first : first + size]
                 if rewards_differ or not uses_dynamic_sampling:
@@ -536,11 +543,12 @@ class Rollouts:
         samples = []
         for index, score in enumerate(scores):
             completion = completions[index]
+            penalty = 0.0
+            if not completion.ended:
+                penalty = self.algorithm.missing_stop_penalty
             reward = math.nan
             if score.applies:
-                reward = score.value
-                if not completion.ended:
-                    reward -= self.algorithm.missing_stop_penalty
+                reward = score.value - penalty
             sample = Sample(
                 prompt_id=prompt_ids[index],
                 prompt_tokens=prompts[index],
@@ -548,12 +556,31 @@ class Rollouts:
                 domain=metas[index]["domain"],
                 reward=reward,
                 applies=score.applies,
+                turns=self._rewarded_turns(completion, score.outcome - penalty),
             )
             samples.append(sample)
         parts = {}
         for name in self.rewards.names:
             parts[name] = _mean([score.parts[name] for score in scores])
         return ScoredSamples(samples, parts, self._count_failures(scores))
+
+    def _rewarded_turns(self, completion: Completion, outcome: float) -> list[EpisodeTurn]:
+        """Return the turns of an episode with their parts of its reward; none without environment.
+
+        `outcome`: the part of the reward that is not the environment's; the last turn has it.
+        """
+        if not isinstance(completion, Conversation) or not completion.turns:
+            return []
+        weight = self.rewards.environment_weight
+        turns = []
+        for turn in completion.turns:
+            reward = 0.0
+            if turn.reward is not None:
+                reward = weight * turn.reward
+            turns.append(EpisodeTurn(turn.tokens, reward))
+        last = turns[-1]
+        turns[-1] = EpisodeTurn(last.tokens, last.reward + outcome)
+        return turns
 
     def _count_failures(self, scores: list[EpisodeScore]) -> dict[str, Counter[str]]:
         """Return reward → reason of a failure → number of episodes."""
@@ -639,6 +666,7 @@ class Rollouts:
         completions = [sample.completion for sample in sampled.samples]
         metas = [self.prompts.meta(sample.prompt_id) for sample in sampled.samples]
         episodes = self._add_model_outputs(_to_episodes(prompts, completions, metas))
+        episodes = replace(episodes, turns=[sample.turns for sample in sampled.samples])
         metrics = {}
         kl_NM = torch.zeros_like(episodes.log_probs_NM)
         if self.readers.reference is not None:
@@ -733,7 +761,8 @@ class Rollouts:
         """
         samples = sampled.samples
         known = [reward for reward in sampled.rewards if not math.isnan(reward)]
-        differ = sampled.rewards_differ(self.algorithm.group_size)
+        algorithm = self.algorithm
+        differ = sampled.rewards_differ(algorithm.group_size, algorithm.credits_turns)
         reward_std: float | None = None
         groups_differ: float | None = None
         if known:
@@ -780,7 +809,7 @@ class Rollouts:
             "tokens": completion.length,
         }
         if isinstance(completion, Conversation):
-            description["messages"] = _shorten_messages(completion.messages)
+            description["messages"] = shorten_messages(completion)
             description["failure"] = completion.failure
         return description
 
@@ -866,23 +895,14 @@ def _conversation_metrics(samples: list[Sample]) -> dict[str, float]:
     for sample in samples:
         if isinstance(sample.completion, Conversation):
             conversations.append(sample.completion)
-    metrics = {}
-    if conversations:
-        for name in CONVERSATION_METRICS:
-            total = sum(getattr(conversation, name) for conversation in conversations)
-            metrics[name] = total / len(conversations)
-    return metrics
-
-
-def _shorten_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages for an event: their first MOST_TEXT characters together."""
-    shortened = []
-    left = MOST_TEXT
-    for message in messages:
-        content = message["content"][:left]
-        left -= len(content)
-        shortened.append({**message, "content": content})
-    return shortened
+    if not conversations:
+        return {}
+    number = len(conversations)
+    return {
+        "turns": sum(len(conversation.turns) for conversation in conversations) / number,
+        "tool_calls": sum(conversation.tool_calls for conversation in conversations) / number,
+        "tool_errors": sum(conversation.tool_errors for conversation in conversations) / number,
+    }
 
 
 def _domain_rewards(samples: list[Sample]) -> dict[str, float]:

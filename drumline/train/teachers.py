@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +97,20 @@ class ChoiceTable:
         ids_MK = torch.from_numpy(np.concatenate(ids).astype(np.int64))
         log_probs_ML = torch.from_numpy(np.concatenate(log_probs))
         return Choices(copy_to_device(device, ids_MK), copy_to_device(device, log_probs_ML))
+
+
+class TableArrays(NamedTuple):
+    """The two arrays of a table that is being written, see `ChoiceTable`."""
+
+    ids: Any
+    log_probs: Any
+
+    @classmethod
+    def create(cls, folder: Path, tokens: int, choices: int) -> TableArrays:
+        """Create the files of a table in a folder. Raises EnvironmentFault if the disk is too full."""
+        ids = _new_array(folder / "ids.npy", np.int32, (tokens, choices))
+        log_probs = _new_array(folder / "log_probs.npy", np.float32, (tokens, choices + 1))
+        return cls(ids, log_probs)
 
 
 @dataclass
@@ -257,22 +271,21 @@ class TeacherLoaders:
         """Write the answers for all samples of a cache as a table. It appears whole."""
         first_tokens = bounds(cache.target_counts)
         tokens = int(first_tokens[-1])
-        ids: Any = None
-        log_probs: Any = None
+        arrays: TableArrays | None = None
         with _table_folder(path) as folder:
             for sample, packed in answers:
                 choices = packed.shape[1] // 2
-                if ids is None:
-                    ids = _new_array(folder / "ids.npy", np.int32, (tokens, choices))
-                    log_probs = _new_array(
-                        folder / "log_probs.npy", np.float32, (tokens, choices + 1)
-                    )
+                if arrays is None:
+                    arrays = TableArrays.create(folder, tokens, choices)
                 here = slice(*first_tokens[sample : sample + 2].tolist())
-                ids[here] = packed[:, :choices]
-                log_probs[here] = packed[:, choices:]
+                arrays.ids[here] = packed[:, :choices]
+                arrays.log_probs[here] = packed[:, choices:]
+            if arrays is None:
+                # Without a sample there is no answer that tells the number of choices.
+                arrays = TableArrays.create(folder, tokens, choices=1)
             with _errors_of_disk(path.parent):
-                ids.flush()
-                log_probs.flush()
+                arrays.ids.flush()
+                arrays.log_probs.flush()
                 rename_unless_there(
                     folder,
                     path,

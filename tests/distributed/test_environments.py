@@ -29,6 +29,7 @@ COMMON: dict[str, Any] = {
 REWARDS = [{"kind": "environment"}, {"kind": "length", "free": 2, "limit": 20, "weight": 0.5}]
 GRPO = {"kind": "grpo", "importance": "token", "rewards": REWARDS, **COMMON}
 PPO = {"kind": "ppo", "epochs": 2, **COMMON}
+BY_TURN = {"credit": "turn"}
 # name → processes, strategy, algorithm
 ROWS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "grpo single": (1, "single", GRPO),
@@ -36,6 +37,10 @@ ROWS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "grpo fsdp2": (2, "fsdp2", GRPO),
     "ppo single": (1, "single", PPO),
     "ppo ddp": (2, "ddp", PPO),
+    "grpo-by-turn single": (1, "single", GRPO | BY_TURN),
+    "grpo-by-turn ddp": (2, "ddp", GRPO | BY_TURN),
+    "ppo-by-turn single": (1, "single", PPO | BY_TURN),
+    "ppo-by-turn ddp": (2, "ddp", PPO | BY_TURN),
 }
 
 
@@ -64,7 +69,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.claim("episodes with environments are the same on any number of processes")
-@pytest.mark.parametrize("name", ["grpo ddp", "grpo fsdp2", "ppo ddp"])
+@pytest.mark.parametrize(
+    "name", ["grpo ddp", "grpo fsdp2", "ppo ddp", "grpo-by-turn ddp", "ppo-by-turn ddp"]
+)
 def test_same_episodes_and_losses_as_one_process(runs: Path, name: str) -> None:
     kind, _ = name.split()
     mine = runs / name / "run"
@@ -86,6 +93,16 @@ def test_same_episodes_and_losses_as_one_process(runs: Path, name: str) -> None:
     assert column(mine, "grad_norm") == pytest.approx(expected, rel=1e-4)
     assert column(mine, "tokens") == column(alone, "tokens")
     same_evaluations(mine, alone, 1e-6, "reward")
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_credit_by_turn_is_other_learning_from_the_same_episodes(runs: Path, kind: str) -> None:
+    by_episode = runs / f"{kind} single" / "run"
+    by_turn = runs / f"{kind}-by-turn single" / "run"
+    # The first rollout is of the same policy.
+    assert column(by_turn, "reward", "rollout")[0] == column(by_episode, "reward", "rollout")[0]
+    norm = column(by_episode, "grad_norm")[0]
+    assert column(by_turn, "grad_norm")[0] != pytest.approx(norm, rel=1e-3)
 
 
 def test_episodes_have_several_turns(runs: Path) -> None:

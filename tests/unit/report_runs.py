@@ -118,7 +118,7 @@ def story(steps: int, shift: float = 0.0) -> list[Event]:
             "text": f"{place} api_key=hunter2hunter2",
             "reward": place / 4,
             "domain": "a",
-            "ended": True,
+            "ended": place > 0,
             "tokens": 3,
         }
         for place in range(4)

@@ -3,6 +3,7 @@ environment; only the former are learned."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,9 +23,16 @@ from drumline.data.encode import ROW_PROMPT
 from drumline.errors import ConfigError
 from drumline.models.templates import read_template
 from drumline.rl.continuous import ContinuousGenerator
-from drumline.rl.conversations import Conversation, Conversations, Start, row_for_environment
+from drumline.rl.conversations import (
+    Conversation,
+    Conversations,
+    Start,
+    Turn,
+    row_for_environment,
+)
 from drumline.rl.environments import Reply
 from drumline.rl.generate import Completion, HFGenerator, Request
+from drumline.rl.transcript import MOST_TEXT, shorten_messages
 from drumline.rl.turns import ChatTurns
 from drumline.rl.vllm import RemoteVLLM
 from tests.tiny import tiny_model_dir, tiny_tokenizer
@@ -220,7 +228,11 @@ def test_only_the_model_s_tokens_are_sampled_and_stay_as_they_were() -> None:
     assert [message["content"] for message in episode.messages] == [
         "And?", "one", "More.", "two", "Well done.",
     ]  # fmt: skip
-    assert (episode.reward, episode.turns, episode.ended) == (1.5, 2, True)
+    assert (episode.reward, len(episode.turns), episode.ended) == (1.5, 2, True)
+    assert episode.turns == [
+        Turn(len(tokenizer.encode("one<|im_end|>")), message=1, reward=0.5),
+        Turn(len(tokenizer.encode("two<|im_end|>")), message=3, reward=1.0),
+    ]
     assert (episode.answer, episode.length) == ("two", len(sampled))
 
 
@@ -240,7 +252,7 @@ def test_an_episode_is_cut(
     answers = Answers(["one<|im_end|>"] * 3, ended)
     (episode,) = play(answers, Scripted(replies), **options)
     assert not episode.ended
-    assert (episode.turns, episode.reward, episode.failure) == (turns, reward, None)
+    assert (len(episode.turns), episode.reward, episode.failure) == (turns, reward, None)
     assert episode.sampled[-1], "nothing of the environment stands at the end"
 
 
@@ -295,6 +307,26 @@ def test_calls_reach_the_environment() -> None:
     assert episode.answer == "3"
 
 
+def test_a_transcript_has_no_long_texts() -> None:
+    short = {"id": "call00000", "function": {"name": "add", "arguments": {"a": 1}}}
+    long = {"function": {"name": "add", "arguments": {"text": "x" * 10_000}}}
+    messages = [
+        {"role": "user", "content": "?", "image": "y" * 10_000},
+        {"role": "assistant", "content": "I add.", "tool_calls": [short, long, "nonsense"]},
+        {"role": "tool", "name": "add", "content": "3", "tool_calls": None},
+        {"role": "assistant", "content": "", "unread_calls": ["z" * 10_000]},
+    ]
+    shown = shorten_messages(Conversation([], [], False, messages=messages))
+    first, second, third, fourth = shown
+    assert first == {"role": "user", "content": "?"}
+    kept, cut = second["tool_calls"]
+    assert kept["function"] == short["function"]
+    assert cut["function"]["arguments"].startswith('{"text": "xxx')
+    assert (third["role"], third["name"], third["content"]) == ("tool", "add", "")
+    assert fourth == {"role": "assistant", "content": "", "unread_calls": [""]}
+    assert len(json.dumps(shown)) < MOST_TEXT + 500
+
+
 @pytest.mark.slow
 @pytest.mark.claim("all generators play episodes of several turns, by token ids")
 def test_all_generators_play_the_same_episodes(tmp_path: Path) -> None:
@@ -321,7 +353,7 @@ def test_all_generators_play_the_same_episodes(tmp_path: Path) -> None:
             starts = [Start(Request([7], (index, 0)), {}) for index in range(12)]
             played.append(conversations.play(starts, step=1, greedily=False))
     expected = played[0]
-    turns = {episode.turns for episode in expected if isinstance(episode, Conversation)}
+    turns = {len(episode.turns) for episode in expected if isinstance(episode, Conversation)}
     assert {1, 3} <= turns
     for others in played[1:]:
         for mine, theirs in zip(others, expected, strict=True):

@@ -7,12 +7,15 @@ import errno
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from drumline.config.algorithm import DivergenceKind
 from drumline.config.load import load_text
 from drumline.errors import ConfigError, EnvironmentFault, ModelError
 from drumline.models.choices import (
@@ -22,7 +25,7 @@ from drumline.models.choices import (
     linear_top_choices,
     top_choices,
 )
-from drumline.models.divergence import Divergence, DivergenceKind
+from drumline.models.divergence import Divergence
 from drumline.models.head import compute_outputs, trunk_and_head
 from drumline.models.losses import LinearHead
 from drumline.models.teaching import Comparison, TeacherStates
@@ -224,6 +227,18 @@ def test_a_cache_that_cannot_be_written_is_refused_in_one_line(
     ):
         pass
     assert "set data.cache_dir" in refused.value.line()
+
+
+def test_a_cache_without_samples_has_a_table_without_rows(tmp_path: Path) -> None:
+    folder = tmp_path / "table"
+    folder.mkdir()
+    arrays = teachers.TableArrays.create(folder, tokens=0, choices=1)
+    arrays.ids.flush()
+    arrays.log_probs.flush()
+    empty: Any = SimpleNamespace(target_counts=np.zeros(0, np.int64))
+    table = teachers.ChoiceTable.open(folder, empty, top_k=4)
+    assert table is not None
+    assert table.choices_of([-1], "cpu").ids_MK.shape == (0, 1)
 
 
 def test_what_is_no_number_is_kept_in_no_table() -> None:

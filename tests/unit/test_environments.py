@@ -13,6 +13,7 @@ import pytest
 from drumline.config.rollouts import ClassEnvironment, ToolsEnvironment
 from drumline.errors import ConfigError
 from drumline.rl.environments import Environments, Reply, check_importable
+from drumline.rl.rewards import START_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +25,7 @@ def environment(path: str, timeout_seconds: float = 60.0, **options: Any) -> Cla
 @pytest.fixture
 def naughty() -> Iterator[Environments]:
     environments = Environments(environment("tests.episodes:Naughty"), Path())
+    assert environments.tools() == []
     yield environments
     environments.close()
 
@@ -70,6 +72,7 @@ def test_an_environment_that_fails_costs_its_episode_alone(naughty: Environments
 def test_an_environment_that_hangs_is_ended() -> None:
     hanging = environment("tests.episodes:Naughty", timeout_seconds=1.0)
     environments = Environments(hanging, Path())
+    environments.tools()
     (reply,) = replies_to(environments, ["hang"])
     environments.close()
     assert reply.failure == "timed out after 1 s"
@@ -96,8 +99,12 @@ def test_nothing_is_left_behind(naughty: Environments) -> None:
     assert not alive
 
 
-def test_the_process_that_imports_is_replaced(naughty: Environments) -> None:
+def test_the_process_that_imports_is_replaced(
+    naughty: Environments, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replies_to(naughty, ["well"])
+    granted: list[float] = []
+    monkeypatch.setattr("drumline.system.heartbeat.alive", granted.append)
     guard = psutil.Process(naughty._server.process.pid)
     (server,) = guard.children()
     server.kill()
@@ -106,6 +113,8 @@ def test_the_process_that_imports_is_replaced(naughty: Environments) -> None:
         time.sleep(0.01)
     (reply,) = replies_to(naughty, ["well"])
     assert reply.failure is None
+    # Before anything else, the new process gets the time that its import may take.
+    assert granted[0] > 2 * START_SECONDS
 
 
 TOOLS = '''
@@ -123,6 +132,7 @@ def test_tools_answer_calls(tmp_path: Path) -> None:
     (schema,) = check_importable(config, tmp_path)
     assert schema["function"]["name"] == "double"
     environments = Environments(config, tmp_path)
+    environments.tools()
     question = [{"role": "user", "content": "2 * 4?"}]
     assert environments.reset({0: {"messages": question}}, {0: 0})[0].messages == question
     call = {"function": {"name": "double", "arguments": {"number": 4}}}

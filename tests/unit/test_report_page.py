@@ -313,6 +313,9 @@ def use_page(browser: Any, path: Path, width: int, theme: str) -> None:
     else:
         tab.fill(".least", "0.5")
         assert tab.locator(".episodes .card:visible").count() == 2
+        tab.fill(".least", "")
+        tab.select_option(".mark", "cut")
+        assert tab.locator(".episodes .card:visible").count() == 1
 
     assert not seen
     assert tab.evaluate("window.hurt") is None
@@ -393,11 +396,15 @@ def test_rollouts_without_any_reward_are_counted(tmp_path: Path) -> None:
 
 def test_an_episode_with_an_environment_is_shown_turn_by_turn(tmp_path: Path) -> None:
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    long_call = {"function": {"name": "add", "arguments": '{"a": 1'}}
+    first = {"role": "assistant", "content": "", "tool_calls": [call], "unread_calls": ["no JSON"]}
+    second = {"role": "assistant", "content": HOSTILE, "tool_calls": [long_call]}
     turns = [
         {"role": "user", "content": "1 + 2?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {**first, "reward": 0.25, "tool_errors": 1},
         {"role": "tool", "name": "add", "content": "3"},
-        {"role": "assistant", "content": HOSTILE},
+        {"role": "tool", "name": "unknown", "content": "error: no JSON"},
+        {**second, "reward": None, "tool_errors": 0},
     ]
     episode = {
         "prompt": "p",
@@ -415,12 +422,30 @@ def test_an_episode_with_an_environment_is_shown_turn_by_turn(tmp_path: Path) ->
     assert shown is not None
     (card,) = shown.episodes
     assert card.texts[1:] == [
-        ("user", "1 + 2?"),
-        ("assistant", 'calls add {"a": 1}'),
-        ("tool add", "3"),
-        ("assistant", HOSTILE),
-        ("the environment failed", "timed out"),
+        ("user", "1 + 2?", ""),
+        (
+            "assistant, turn 1 · reward 0.25",
+            'calls add {"a": 1}\ncalls in a way that cannot be read: no JSON',
+            "model",
+        ),
+        ("tool add", "3", ""),
+        ("tool unknown", "error: no JSON", "error"),
+        ("assistant, turn 2", f'{HOSTILE}\ncalls add {{"a": 1', "model"),
+        ("the environment failed", "timed out", "error"),
     ]
+    assert card.marks == ("environment", "tool", "unrewarded", "cut")
+    assert shown.filters["tool"] == "a call of a tool failed (1)"
+
+
+def test_an_episode_of_an_older_run_has_no_turns_that_are_counted(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    episode = {"reward": 1.0, "domain": "a", "ended": True, "tokens": 3, "messages": messages}
+    events = [start(2), watched.Completions(step=1, completions=[episode])]
+    shown = rollouts(RunFacts(write_run(tmp_path / "x", events=events)), ChartRegistry())
+    assert shown is not None
+    (card,) = shown.episodes
+    assert card.texts[1:] == [("user", "?", ""), ("assistant", "!", "")]
+    assert (card.marks, shown.filters) == ((), {})
 
 
 def test_sets_of_evaluation_share_a_chart(tmp_path: Path) -> None:

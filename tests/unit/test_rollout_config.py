@@ -51,6 +51,21 @@ def test_what_would_do_nothing_is_refused(options: dict[str, Any], line: str) ->
         algorithm("grpo", **options)
 
 
+@pytest.mark.parametrize(
+    "reward",
+    [{"kind": "length", "free": 1, "limit": 3}, {"kind": "model", "model": "gpt2"}],
+)
+def test_a_limit_of_time_is_only_of_rewards_that_may_hang(reward: dict[str, Any]) -> None:
+    """Configs that older versions wrote have its default for every kind."""
+    timed = {"kind": "regex", "pattern": "x", "timeout_seconds": 3}
+    for written in (10.0, None):
+        made = algorithm("grpo", rewards=[timed, {**reward, "timeout_seconds": written}])
+        assert "timeout_seconds" not in made.rewards[1].model_dump()
+        assert made.rewards[0].timeout_seconds == 3
+    with pytest.raises(ConfigError, match="timeout_seconds has no effect on a reward of kind"):
+        algorithm("grpo", rewards=[{**reward, "timeout_seconds": 5.0}])
+
+
 @pytest.mark.parametrize("options", [{"value_model": "gpt2"}, {"value_lr": 1e-4}])
 def test_a_value_of_its_own_is_asked_for(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="is of a value model of its own: set value: separate"):

@@ -228,7 +228,10 @@ def test_the_rollout_that_ends_a_run_is_of_a_step_not_reached() -> None:
     events: list[Any] = []
     nothing = {field.name: None for field in fields(Rollouts)}
     algorithm = SimpleNamespace(
-        reward_failure=RewardFailureConfig(rollouts=1), steps_per_rollout=2, group_size=2
+        reward_failure=RewardFailureConfig(rollouts=1),
+        steps_per_rollout=2,
+        group_size=2,
+        credits_turns=False,
     )
     values: dict[str, Any] = {
         **nothing,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from drumline.algorithms.specs import TextSpec
-from drumline.config.algorithm import HeadOutput, TeachingSpec
+from drumline.config.algorithm import DivergenceKind, HeadOutput, TeachingSpec
 from drumline.config.section import Weight
 from drumline.plan.plan import Plan
 
@@ -26,7 +26,7 @@ class DistillConfig(TextSpec, TeachingSpec):
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"log_probs", "cross_entropy"})
     objective: ClassVar[str] = "drumline.algorithms.distill.objective:Distillation"
     kind: Literal["distill"] = "distill"
-    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
+    divergence: DivergenceKind = Field(
         "forward_kl",
         description="The loss of a token: forward_kl, KL(teacher ‖ model), covers all that the teacher may say; reverse_kl, KL(model ‖"
         " teacher), keeps to what it does say; jsd: between them, by beta (generalised Jensen-Shannon divergence).",

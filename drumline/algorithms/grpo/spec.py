@@ -34,6 +34,12 @@ class GRPOConfig(PromptSpec):
         "group",
         description="Advantages are divided by the rewards' standard deviation in the group, in the rollout, or not (Dr. GRPO).",
     )
+    credit: Literal["episode", "turn"] = Field(
+        "episode",
+        description="What the advantage of a token compares within its group: the reward of the episode, or (turn) the rewards from the"
+        " token's turn on, those of the environment by their turns and all others with the last one (turn-level advantages: MT-GRPO, Zeng"
+        " et al. 2025; of returns: GTPO, Ding et al. 2025).",
+    )
     normalize: Literal["sequence", "token", "constant"] = Field(
         "token",
         description="A token's weight: 1/its completion's length (GRPO), 1/all tokens of the batch (DAPO), or 1/max_new_tokens, with an"
@@ -154,6 +160,11 @@ class GRPOConfig(PromptSpec):
         """The most rounds of sampling for one rollout: the first, and those of `dynamic_sampling`."""
         return 1 + self.dynamic_sampling
 
+    @property
+    def credits_turns(self) -> bool:
+        """Whether each turn of an episode has an advantage of its own."""
+        return self.credit == "turn"
+
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
         """Return the episodes with advantages and weights.
 
@@ -161,12 +172,13 @@ class GRPOConfig(PromptSpec):
         the weight 0. With `mask_truncated` so do episodes that were cut; their rewards still count in
         the mean of their group.
         """
-        from drumline.algorithms.credit import add_group_advantages
+        from drumline.algorithms.credit import add_group_advantages, add_turn_advantages
 
         is_trained_N = ~rewards_N.isnan()
         if self.mask_truncated:
             is_trained_N = is_trained_N & episodes.ended_N
-        episodes = add_group_advantages(
-            episodes, rewards_N, self.group_size, self.scale, self.estimator
-        )
+        add_advantages = add_group_advantages
+        if self.credits_turns:
+            add_advantages = add_turn_advantages
+        episodes = add_advantages(episodes, rewards_N, self.group_size, self.scale, self.estimator)
         return episodes.weighted(self.normalize, self.new_tokens, is_trained_N)

@@ -27,6 +27,11 @@ class PPOConfig(PromptSpec):
     kind: Literal["ppo"] = "ppo"
     group_size: int = Field(1, gt=0, le=10**6, description="Completions of each prompt.")
     epochs: int = Field(4, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
+    credit: Literal["episode", "turn"] = Field(
+        "episode",
+        description="Which token gets a reward of the environment: the last one of the episode, or (turn) the last one of the turn that it"
+        " was given for. All other rewards are at the end of the episode.",
+    )
     gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
     lam: float = Field(
         0.95,
@@ -105,8 +110,21 @@ class PPOConfig(PromptSpec):
             )
         return models
 
+    @property
+    def credits_turns(self) -> bool:
+        """Whether the last token of each turn gets the environment's reward for it."""
+        return self.credit == "turn"
+
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
         """Return the episodes with advantages, returns and weights of tokens (`add_gae_advantages`)."""
         from drumline.algorithms.credit import add_gae_advantages
 
-        return add_gae_advantages(episodes, rewards_N, cost_NM, self.gamma, self.lam, self.whiten)
+        return add_gae_advantages(
+            episodes,
+            rewards_N,
+            cost_NM,
+            self.gamma,
+            self.lam,
+            self.whiten,
+            self.credits_turns,
+        )
