@@ -658,7 +658,7 @@ class Episodes:
         prompts: the tokens of each prompt.
         completions: the tokens of each completion.
         mask_NM: bool, true for the tokens of the completions that the policy has sampled. Between
-            them may be those of an environment.
+            them may be those of an environment. Of a row's own completion: its targets.
         log_probs_NM: log-probabilities of the tokens under the policy that sampled them, computed
             by the engine.
         sampler_log_probs_NM: the same log-probabilities, computed by the generator.

@@ -274,6 +274,8 @@ class Rewards:
         if episode.failure is not None:
             unknown = dict.fromkeys(self.names, math.nan)
             return EpisodeScore(math.nan, unknown, {ENVIRONMENT: episode.failure})
+        if not self.configs:
+            return EpisodeScore(math.nan, {}, {}, applies=False)
         parts = {}
         failures = {}
         total = 0.0
