@@ -173,6 +173,14 @@ def prompt_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
+def answered_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
+    """The prompts of `prompt_rows`, with completions that have nothing to do with them."""
+    rows = prompt_rows(number, seed)
+    for row, other in zip(rows, chat_rows(number, seed + 100), strict=True):
+        row["completion"] = other["completion"]
+    return rows
+
+
 def letters(prompt: str, completion: str, letter: str, **_: Any) -> float:
     """A reward function: the share of `letter` among the completion's letters."""
     return completion.count(letter) / max(1, len(completion))
@@ -185,6 +193,7 @@ ROWS = {
     "rerank": retrieval_rows,
     "ppo": prompt_rows,
     "grpo": prompt_rows,
+    "gkd": answered_rows,
 }
 LETTERS = {"kind": "function", "path": "tests.harness:letters"}
 

@@ -60,6 +60,8 @@ class KLController:
 
         e = clip(KL / target − 1, ±0.2);  coefficient ← coefficient · (1 + e · min(1, episodes / horizon))
 
+    The KL is measured by `estimator`, see `divergence`.
+
     There are three differences from the paper. KL and target are in nats per token, not per completion.
     The step size is episodes / horizon, as in TRL, instead of the constant 0.1. And it is at most 1, so
     that a rollout of any size changes the coefficient by at most 20%.
@@ -70,6 +72,7 @@ class KLController:
     coefficient: float
     target: float | None = None
     horizon: int = 10000
+    estimator: Literal["k1", "k2", "k3"] = "k3"
 
     def update(self, kl: float, episodes: int) -> None:
         """Update the coefficient after a rollout.
@@ -103,7 +106,9 @@ class PolicyGradient(Algorithm):
 
     def __init__(self, spec: PPOConfig | GRPOConfig) -> None:
         self.spec: Any = spec
-        self.kl = KLController(spec.kl.coefficient, spec.kl.target, spec.kl.horizon)
+        self.kl = KLController(
+            spec.kl.coefficient, spec.kl.target, spec.kl.horizon, spec.kl.estimator
+        )
 
     def policy_loss(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
         """Return Σ w (surrogate − entropy_weight · entropy) over the tokens of completions.
@@ -131,7 +136,7 @@ class PolicyGradient(Algorithm):
             entropy_sum = (entropy_BT * weights_BT).sum()
             loss_sum = loss_sum - spec.entropy_weight * entropy_sum
         if self.kl.coefficient:
-            kl_BT = divergence(log_probs_BT, batch.reference_log_probs_BT, spec.kl.estimator)
+            kl_BT = divergence(log_probs_BT, batch.reference_log_probs_BT, self.kl.estimator)
             is_token_BT = batch.targets_BT != IGNORE
             kl_BT = torch.where(is_token_BT, kl_BT, 0.0)
             sums["kl"] = sum_where(weights_BT > 0, kl_BT.detach())

@@ -213,7 +213,7 @@ class RetrievalSpec(AlgorithmSpec):
 
 
 class PromptSpec(RolloutSpec):
-    """The base of algorithms that learn from completions which the policy samples for prompts."""
+    """The base of algorithms that learn from rewards of completions which the policy samples."""
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.encode import PromptRowEncoder

@@ -179,7 +179,7 @@ class AlgorithmSpec(Spec):
         return 0
 
     @property
-    def rollout(self) -> RolloutSpec | None:
+    def rollout(self) -> SamplingSpec | None:
         """The algorithm itself if it learns from completions that it samples; None otherwise."""
         return None
 
@@ -380,50 +380,62 @@ class TeachingSpec(ChunkedSpec):
     teacher: Model = Field(
         description="The model to learn from, with the tokenizer of the trained one."
     )
-    log_probs: Literal["precomputed", "live"] = Field(
-        "precomputed",
-        description="The teacher's log-probs: precomputed once before training and kept beside the token cache, or live from a frozen"
-        " copy in every step.",
+    divergence: DivergenceKind = Field(
+        "forward_kl",
+        description="The loss of a token: forward_kl, KL(teacher ‖ model), covers all that the teacher may say; reverse_kl, KL(model ‖"
+        " teacher), keeps to what it does say; jsd: between them, by beta (generalised Jensen-Shannon divergence).",
+    )
+    beta: float = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="divergence: jsd: the teacher's share in the mixture that both models are compared with.",
     )
     top_k: int = Field(
         32,
         ge=0,
         le=4096,
-        description="Likeliest next tokens that models are compared by; all others count as one more. 0: the whole vocabulary, which"
-        " requires log_probs=live.",
+        description="Likeliest next tokens that models are compared by; all others count as one more. 0: the whole vocabulary.",
     )
     temperature: Above0 = Field(
         1.0, description="The logits of both models are divided by it in the divergence."
     )
 
     @model_validator(mode="after")
-    def _keeps_few_numbers(self) -> TeachingSpec:
-        """Refuse to keep a whole vocabulary for each token."""
-        if self.top_k == 0 and self.log_probs == "precomputed":
-            raise ValueError(
-                "top_k: 0 is the whole vocabulary for each token, which no disk holds: set log_probs: live, or a top_k above 0"
-            )
+    def _beta_is_read(self) -> TeachingSpec:
+        """Refuse beta if it would have no effect."""
+        if self.beta != 0.5 and self.divergence != "jsd":
+            raise ValueError("beta requires divergence: jsd")
         return self
+
+    @property
+    def asks_teacher_live(self) -> bool:
+        """Whether the teacher answers in every step, and not once before the first one."""
+        return True
 
     @property
     def teaching(self) -> TeachingSpec:
         return self
 
     def reference_of(self, config: Trained) -> ReferenceKind:
-        return self.log_probs
+        if self.asks_teacher_live:
+            return "live"
+        return "precomputed"
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
         return {"teacher": AuxiliaryModel(self.teacher, "algorithm.teacher")}
 
 
-class RolloutSpec(ChunkedSpec):
+class SamplingSpec(ChunkedSpec):
     """The base of algorithms whose policy learns from completions that it samples.
 
     The subclass declares `group_size`, the number of completions of each prompt.
     """
 
     if TYPE_CHECKING:
-        group_size: int
+
+        @property
+        def group_size(self) -> int: ...
 
     columns: ClassVar[str] = "`prompt`, and what the rewards ask for"
     rate: ClassVar[float] = 1e-6
@@ -461,9 +473,6 @@ class RolloutSpec(ChunkedSpec):
         le=1024,
         description="Processes of each rank that compute rewards; null: one per core, shared by the ranks, at most 4.",
     )
-    reward_failure: RewardFailureConfig = Field(
-        default_factory=RewardFailureConfig, description="What is done when rewards keep failing."
-    )
     generator: Generator = Field(
         default_factory=HFGenerator, description="What samples the completions."
     )
@@ -478,13 +487,6 @@ class RolloutSpec(ChunkedSpec):
         gt=0,
         le=10**6,
         description="Optimizer steps a pass: a rollout has this × batch.global_samples episodes.",
-    )
-    clip: Above0 = Field(
-        0.2,
-        description="The probability ratio counts within 1 ± clip only (PPO, Schulman et al. 2017).",
-    )
-    kl: KLConfig = Field(
-        default_factory=KLConfig, description="Divergence from a reference model, as a cost."
     )
     curriculum: CurriculumConfig = Field(
         default_factory=CurriculumConfig, description="How many prompts each domain gives."
@@ -505,7 +507,7 @@ class RolloutSpec(ChunkedSpec):
         return values
 
     @model_validator(mode="after")
-    def _fits_environment(self) -> RolloutSpec:
+    def _fits_environment(self) -> SamplingSpec:
         """Refuse a turn that no episode has room for, and rewards that no environment gives."""
         environment = self.environment
         if environment is not None and environment.max_tokens < self.generator.max_new_tokens:
@@ -526,7 +528,7 @@ class RolloutSpec(ChunkedSpec):
         return self
 
     @model_validator(mode="after")
-    def _has_rewards_of_turns(self) -> RolloutSpec:
+    def _has_rewards_of_turns(self) -> SamplingSpec:
         """Refuse credit by turn if no reward is of a turn."""
         is_given = any(reward.kind == "environment" and reward.weight for reward in self.rewards)
         if self.credits_turns and not is_given:
@@ -540,7 +542,7 @@ class RolloutSpec(ChunkedSpec):
         return PROMPT_FORMS
 
     @property
-    def rollout(self) -> RolloutSpec:
+    def rollout(self) -> SamplingSpec:
         return self
 
     @property
@@ -584,6 +586,29 @@ class RolloutSpec(ChunkedSpec):
         return self.steps_per_rollout == 1 and self.lookahead == 0
 
     @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether the loss reads the log-probabilities that the policy had when a rollout was sampled."""
+        return not self.on_policy
+
+    @property
+    def failure_limit(self) -> RewardFailureConfig | None:
+        """What is done when rewards keep failing; None: nothing, the run learns without them."""
+        return None
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the policy is compared with a reference model, at the tokens of its rollouts."""
+        return False
+
+    @property
+    def sampled_share(self) -> float:
+        """The share of the prompts that the policy completes.
+
+        For the others the completion is that of their row, the second segment of their sample.
+        """
+        return 1.0
+
+    @property
     def rounds(self) -> int:
         """Most times that a rollout samples, until it has enough groups to learn from."""
         return 1
@@ -604,12 +629,6 @@ class RolloutSpec(ChunkedSpec):
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
         models: dict[str, AuxiliaryModel] = {}
-        other = self.kl.reference_model
-        needs_model = other is not None or not config.adapter.is_reference_if_disabled
-        if self.kl.coefficient > 0 and needs_model:
-            models["reference"] = AuxiliaryModel(
-                other or config.model, "algorithm.kl.reference_model"
-            )
         number = 0
         for index, reward in enumerate(self.rewards):
             if not isinstance(reward, ModelReward):
@@ -621,6 +640,42 @@ class RolloutSpec(ChunkedSpec):
             where = f"algorithm.rewards.{index}.model"
             models[name] = AuxiliaryModel(reward.model, where, "score")
         return models
+
+
+class RolloutSpec(SamplingSpec):
+    """The base of algorithms whose policy learns from the rewards of its completions.
+
+    They limit how far the policy moves, and may keep it near a reference model.
+    """
+
+    reward_failure: RewardFailureConfig = Field(
+        default_factory=RewardFailureConfig, description="What is done when rewards keep failing."
+    )
+    clip: Above0 = Field(
+        0.2,
+        description="The probability ratio counts within 1 ± clip only (PPO, Schulman et al. 2017).",
+    )
+    kl: KLConfig = Field(
+        default_factory=KLConfig, description="Divergence from a reference model, as a cost."
+    )
+
+    @property
+    def failure_limit(self) -> RewardFailureConfig:
+        return self.reward_failure
+
+    @property
+    def has_reference(self) -> bool:
+        return self.kl.coefficient > 0
+
+    def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
+        models: dict[str, AuxiliaryModel] = {}
+        other = self.kl.reference_model
+        needs_model = other is not None or not config.adapter.is_reference_if_disabled
+        if self.has_reference and needs_model:
+            models["reference"] = AuxiliaryModel(
+                other or config.model, "algorithm.kl.reference_model"
+            )
+        return models | super().auxiliary_models(config)
 
 
 AlgorithmField = Annotated[AlgorithmSpec, Registered(AlgorithmSpec)]

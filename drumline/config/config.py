@@ -476,7 +476,7 @@ class Config(Section):
             needs_all = "checks for negatives"
         elif self.head not in ("lm", "score", "seq2seq"):
             needs_all = "its labels"
-        elif self.algorithm.teaching is not None and self.algorithm.teaching.log_probs != "live":
+        elif self.algorithm.teaching is not None and not self.algorithm.teaching.asks_teacher_live:
             needs_all = "algorithm.log_probs: precomputed (live does not)"
         elif self.algorithm.reference_of(self) == "precomputed":
             needs_all = "algorithm.reference: precomputed (live or adapter does not)"

@@ -139,14 +139,10 @@ class EnvironmentReward(_UntimedReward):
     kind: Literal["environment"] = "environment"
 
 
+# Rewards that processes of their own compute, within a limit of time.
+TimedReward = FunctionReward | TaskReward | MathReward | RegexReward
 Reward = Annotated[
-    FunctionReward
-    | TaskReward
-    | MathReward
-    | RegexReward
-    | LengthReward
-    | ModelReward
-    | EnvironmentReward,
+    TimedReward | LengthReward | ModelReward | EnvironmentReward,
     Field(discriminator="kind"),
     KIND_ALONE,
 ]

@@ -671,7 +671,7 @@ class Episodes:
         prompts: the tokens of each prompt.
         completions: the tokens of each completion.
         mask_NM: bool, true for the tokens of the completions that the policy has sampled. Between
-            them may be those of an environment.
+            them may be those of an environment. Of a row's own completion: its targets.
         log_probs_NM: log-probabilities of the tokens under the policy that sampled them, computed
             by the engine.
         sampler_log_probs_NM: the same log-probabilities, computed by the generator.
@@ -732,7 +732,9 @@ class Episodes:
         mask_NM = columns_M < lengths_N[:, None]
         for row, flags in enumerate(sampled or []):
             mask_NM[row, : len(flags)] = torch.tensor(flags, dtype=torch.bool)
-        zeros = {name: torch.zeros(mask_NM.shape) for name in _EPISODE_FIELDS.values()}
+        zeros: dict[str, Any] = {}
+        for name in _EPISODE_FIELDS.values():
+            zeros[name] = torch.zeros(mask_NM.shape)
         return cls(
             list(prompts),
             list(completions),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
@@ -160,6 +161,39 @@ class PromptRowEncoder:
                 fix="raise data.max_length, or set data.truncation to drop or left",
             )
         return ids[-self.room :]
+
+
+class AnsweredPromptEncoder(PromptRowEncoder):
+    """Encodes prompts of rollouts together with the completions of their rows.
+
+    A sample has a second segment, which is that of `TextRowEncoder`: the whole row, with the
+    tokens of its answers as targets.
+    """
+
+    def __init__(
+        self, tokenizer: Any, new_tokens: int, data: DataConfig, keeps_row: bool = False
+    ) -> None:
+        super().__init__(tokenizer, new_tokens, data, keeps_row)
+        self.text_encoder = TextRowEncoder(tokenizer, learn_all=False, data=data)
+
+    def encode(self, row: Row) -> EncodedSample | None:
+        """Return a prompt and its row, see `RowEncoder.encode`."""
+        prompt = super().encode(row)
+        answered = self.text_encoder.encode(row)
+        if prompt is None or answered is None:
+            return None
+        if not any(segment.target_count for segment in answered.segments):
+            raise DataError(
+                "the row has no completion to learn from",
+                where=row.origin,
+                fix="give it one, take the row out, or set algorithm.on_policy_share to 1",
+            )
+        return replace(
+            prompt,
+            segments=[*prompt.segments, *answered.segments],
+            truncated=prompt.truncated or answered.truncated,
+            hides_reasoning=answered.hides_reasoning,
+        )
 
 
 def prompt_meta(row: Row, text: str, images: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,14 @@ from typing import Self
 
 import torch
 
-from drumline.data.batches import TokenBatch, collate, read_segments
+from drumline.data.batches import (
+    EpisodeBatch,
+    Episodes,
+    TokenBatch,
+    collate,
+    collate_episodes,
+    read_segments,
+)
 from drumline.data.cache import TokenCache
 from drumline.models.choices import Choices
 from drumline.models.load import load_config
@@ -37,6 +44,18 @@ class TaughtBatch(TokenBatch):
         return replace(changed, teacher=self.teacher.each(change))
 
 
+@dataclass(frozen=True)
+class TaughtEpisodeBatch(EpisodeBatch, TaughtBatch):
+    """An EpisodeBatch with what a teacher says of the tokens of its completions."""
+
+
+def collate_taught_episodes(
+    episodes: Episodes, picks: Sequence[int], pad_id: int, width: int | None
+) -> TaughtEpisodeBatch:
+    """Return a batch of some episodes; arguments as those of `collate_episodes`."""
+    return TaughtEpisodeBatch(**vars(collate_episodes(episodes, picks, pad_id, width)))
+
+
 def collate_taught(
     cache: TokenCache, samples: Sequence[int], pad_id: int, width: int | None
 ) -> TaughtBatch:
@@ -45,8 +64,8 @@ def collate_taught(
     return TaughtBatch(**vars(batch), samples=tuple(int(sample) for sample in samples))
 
 
-def placeholder_taught(batch: TokenBatch, plan: Plan) -> TaughtBatch:
-    """Return a batch with a teacher's numbers of the right sizes, to measure memory with.
+def placeholder_teacher(batch: TokenBatch, plan: Plan) -> Teacher:
+    """Return a teacher's numbers of the right sizes for a batch, to measure memory with.
 
     They are 0. `plan`: whose algorithm has a teacher.
     """
@@ -54,13 +73,10 @@ def placeholder_taught(batch: TokenBatch, plan: Plan) -> TaughtBatch:
     assert teaching is not None, "only algorithms with a teacher have taught batches"
     assert batch.learned_on_host_M is not None, "the host has counted the targets"
     tokens = len(batch.learned_on_host_M)
-    teacher: Teacher
     if teaching.top_k:
         ids_MK = torch.arange(teaching.top_k).expand(tokens, -1)
-        teacher = Choices(ids_MK, torch.zeros(tokens, teaching.top_k + 1))
-    else:
-        role = plan.roles["teacher"]
-        config = load_config(role.model_path, role.model).get_text_config()
-        head = LinearHead(torch.zeros(config.vocab_size, config.hidden_size))
-        teacher = TeacherStates(torch.zeros(tokens, config.hidden_size), head)
-    return TaughtBatch(**vars(batch), teacher=teacher)
+        return Choices(ids_MK, torch.zeros(tokens, teaching.top_k + 1))
+    role = plan.roles["teacher"]
+    config = load_config(role.model_path, role.model).get_text_config()
+    head = LinearHead(torch.zeros(config.vocab_size, config.hidden_size))
+    return TeacherStates(torch.zeros(tokens, config.hidden_size), head)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from drumline.config.algorithm import AlgorithmSpec, RolloutSpec
+from drumline.config.algorithm import AlgorithmSpec, SamplingSpec
 from drumline.config.config import BatchConfig, Config
 from drumline.config.mesh import divisors
 from drumline.config.section import passes
@@ -301,7 +301,7 @@ def _steps_of_epoch(config: Config, batch: BatchPlan, data: DataPlan) -> float:
 
 
 def steps_of_rollouts(
-    config: Config, algorithm: RolloutSpec, batch: BatchPlan, data: DataPlan | None, why: list[str]
+    config: Config, algorithm: SamplingSpec, batch: BatchPlan, data: DataPlan | None, why: list[str]
 ) -> int | None:
     """Return the optimizer steps of a run with rollouts; None if the data is not prepared.
 

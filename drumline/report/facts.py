@@ -147,6 +147,9 @@ def curve_values(event: dict[str, Any]) -> dict[str, float | None]:
         # None: the policy itself sampled, so there is no gap in log-probs to another generator.
         if event.get("sampler_gap") is None:
             values.pop("sampler_gap", None)
+        # A run of gkd may have no rewards at all.
+        if event.get("rewards") == {}:
+            values.pop("reward", None)
         return _rollout_curves(values)
     return {}
 

@@ -855,13 +855,16 @@ def _format_metrics(event: events.Eval) -> str:
 
 def _rollout_line(event: events.Rollout) -> str:
     """Return the line of a rollout: rewards, lengths, and what its seconds were spent on."""
-    rewarded = _format_reward(event)
-    domains = _rewards_of_domains(event)
-    # The reward of the only domain is the reward of the rollout.
-    if len(domains) > 1:
-        listed = " · ".join(domains)
-        rewarded += f" ({listed})"
-    parts = [rewarded]
+    parts = []
+    # Without rewards nothing is said of them.
+    if event.rewards:
+        rewarded = _format_reward(event)
+        domains = _rewards_of_domains(event)
+        # The reward of the only domain is the reward of the rollout.
+        if len(domains) > 1:
+            listed = " · ".join(domains)
+            rewarded += f" ({listed})"
+        parts.append(rewarded)
     # A group whose rewards are equal teaches nothing, so their share is worth a look. Without a
     # reward, or with one completion a prompt, there is no such share.
     has_groups = event.reward is not None and events.has_groups(event.prompts, event.episodes)
@@ -871,6 +874,8 @@ def _rollout_line(event: events.Rollout) -> str:
     parts.append(f"length {event.length:.1f}")
     parts.append(f"ended {event.ended:.0%}")
     parts += _conversation_parts(event)
+    if event.from_rows:
+        parts.append(f"completions of rows {event.from_rows}")
     if event.sampler_gap is not None:
         parts.append(f"sampler off by {event.sampler_gap:.2g} nats")
     parts.append(_rollout_seconds(event))

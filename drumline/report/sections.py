@@ -351,7 +351,11 @@ def _without_reward(run: RunFacts) -> list[str]:
     """Return the line that counts the rollouts of which no episode got a reward."""
     # By step: a rollout that is done again after a restart counts once.
     rollouts = {event.get("step"): event for event in run.events_of_kind("rollout")}
-    rewards = [event.get("reward") for event in rollouts.values()]
+    rewards = []
+    for event in rollouts.values():
+        # A run of gkd may have no rewards at all.
+        if event.get("rewards") != {}:
+            rewards.append(event.get("reward"))
     without = rewards.count(None)
     if not without:
         return []

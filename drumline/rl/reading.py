@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from drumline.algorithms.base import Algorithm
 from drumline.data.batches import EpisodeBatch, Episodes, TokenIds, collate_episodes
 from drumline.data.order import assign_samples
 from drumline.dist.copies import copy_to_device
-from drumline.dist.reduce import add_up
+from drumline.dist.reduce import SumReducer, add_up
 from drumline.engine.engine import Engine
 from drumline.plan.plan import Plan
 
@@ -91,6 +92,32 @@ class EpisodeReader:
         micro_batches = parts_PG[own].reshape(accumulation, micro_batch)
         return micro_batches.tolist(), int(lengths_P[own].sum())
 
+    def _assign_all(self, episodes: Episodes) -> list[list[int]]:
+        """Return the episodes of each micro-batch with which this rank reads all of them; -1: a filler.
+
+        Each stage of a pipeline works on a micro-batch of its own at the same time, so the number of
+        micro-batches of a rank is a multiple of the number of stages, the same on all ranks.
+        """
+        micro_batch = self.plan.batch.eval_micro_batch
+        stages = self.plan.mesh.pp
+        round_size = self.plan.mesh.data_ranks * micro_batch * stages
+        number = len(episodes)
+        rounds = math.ceil(number / round_size)
+        fillers = rounds * round_size - number
+        picks = [*range(number), *[-1] * fillers]
+        assigned, _ = self._assign(episodes, picks, rounds * stages, micro_batch)
+        return assigned
+
+    def rounds(self, episodes: Episodes) -> Iterator[list[EpisodeBatch]]:
+        """Yield this rank's micro-batches of all episodes, one at a time for each pipeline stage.
+
+        All ranks have equally many rounds.
+        """
+        assigned = self._assign_all(episodes)
+        stages = self.plan.mesh.pp
+        for first in range(0, len(assigned), stages):
+            yield [self._collate(episodes, rows) for rows in assigned[first : first + stages]]
+
     def _collate(self, episodes: Episodes, rows: list[int]) -> EpisodeBatch:
         """Return a micro-batch of the episodes `rows`, on this rank's device."""
         batch = self.collate(episodes, rows, self.pad, self.width)
@@ -110,16 +137,7 @@ class EpisodeReader:
             read: Returns the K numbers of a micro-batch, fp32[K, B, T].
             adapter: Whether the model's adapter is switched on.
         """
-        micro_batch = self.plan.batch.eval_micro_batch
-        stages = self.plan.mesh.pp
-        # Each stage of a pipeline works on a micro-batch of its own at the same time, so the number of
-        # micro-batches of a rank is a multiple of the number of stages, the same on all ranks.
-        round_size = self.plan.mesh.data_ranks * micro_batch * stages
-        number = len(episodes)
-        rounds = math.ceil(number / round_size)
-        fillers = rounds * round_size - number
-        picks = [*range(number), *[-1] * fillers]
-        assigned, _ = self._assign(episodes, picks, rounds * stages, micro_batch)
+        assigned = self._assign_all(episodes)
         batches = (self._collate(episodes, rows) for rows in assigned)
         values_of_batches = engine.infer(batches, read, adapter)
         kinds = values_of_batches[0].shape[0]
@@ -249,3 +267,33 @@ class ModelReaders:
     value: ReadEpisodes | None = None
     # Name of a reward by a model → its function, which returns scores fp32[N].
     rewards: Mapping[str, ReadEpisodes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TeacherComparison:
+    """Compares the policy with a teacher at the tokens of held-out completions."""
+
+    algorithm: Algorithm
+    engine: Engine
+    reader: EpisodeReader
+    # Returns micro-batches with what the teacher says of their tokens. Collective.
+    add_teacher: Callable[[list[EpisodeBatch]], list[Any]]
+    reducer: SumReducer
+
+    def sums(self, episodes: Episodes) -> dict[str, float]:
+        """Return the sums of the held-out objective over all episodes and ranks. Collective."""
+        own_sums: dict[str, float] = {}
+        for micro_batches in self.reader.rounds(episodes):
+            taught = self.add_teacher(micro_batches)
+            sums = self.engine.evaluate(taught, self.algorithm.eval_objective)
+            own_sums = add_sums(own_sums, sums)
+        all_sums, _ = self.reducer(own_sums)
+        return all_sums
+
+
+def add_sums(sums: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """Return `sums` with those of the same name in `more` added."""
+    added = dict(sums)
+    for name, value in more.items():
+        added[name] = added.get(name, 0.0) + value
+    return added

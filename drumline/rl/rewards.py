@@ -35,6 +35,7 @@ from drumline.config.rollouts import (
     ModelReward,
     Reward,
     TaskReward,
+    TimedReward,
 )
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.foreign import require_package
@@ -212,7 +213,7 @@ class Rewards:
         self.names = reward_names(configs)
         self.base_dir = base_dir
         # Rewards that the processes compute, by their index in the config's list.
-        self.isolated: dict[int, Reward] = {}
+        self.isolated: dict[int, TimedReward] = {}
         for index, config in enumerate(configs):
             if not isinstance(config, LengthReward | ModelReward | EnvironmentReward):
                 self.isolated[index] = config
@@ -284,6 +285,8 @@ class Rewards:
         if episode.failure is not None:
             unknown = dict.fromkeys(self.names, math.nan)
             return EpisodeScore(math.nan, unknown, {ENVIRONMENT: episode.failure})
+        if not self.configs:
+            return EpisodeScore(math.nan, {}, {}, applies=False)
         parts = {}
         failures = {}
         total = 0.0
@@ -574,7 +577,7 @@ class RewardProcess(GuardedProcess):
 
     def __init__(
         self,
-        rewards: dict[int, Reward],
+        rewards: Mapping[int, Reward],
         base_dir: Path,
         columns: list[str] | None = None,
     ) -> None:

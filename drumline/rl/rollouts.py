@@ -35,7 +35,7 @@ import torch
 
 from drumline.algorithms.credit import groups_differ
 from drumline.algorithms.policy import KLController, divergence
-from drumline.config.algorithm import RolloutSpec
+from drumline.config.algorithm import SamplingSpec
 from drumline.data.batches import Episodes, EpisodeTurn
 from drumline.data.cache import TokenCache
 from drumline.data.encode import OWN_COLUMNS, ROW_PROMPT
@@ -47,7 +47,7 @@ from drumline.plan.plan import Plan
 from drumline.rl.conversations import Conversation, Conversations, Start, row_for_environment
 from drumline.rl.curriculum import Curriculum
 from drumline.rl.generate import Completion, DistributedSampling, Request, rank_and_world_size
-from drumline.rl.reading import EpisodeReader, ModelReaders
+from drumline.rl.reading import EpisodeReader, ModelReaders, TeacherComparison, add_sums
 from drumline.rl.rewards import ENVIRONMENT, EpisodeScore, EpisodeText, Rewards, count_reasons
 from drumline.rl.sampler_check import SamplerCheck
 from drumline.rl.transcript import MOST_TEXT, shorten_messages
@@ -59,11 +59,21 @@ from drumline.telemetry.watched import Completions
 MOST_REASONS = 3
 # The most samples of a rollout that its event shows.
 MOST_SHOWN = 8
+# How many numbers `dist.seeds.derive` may return.
+SEEDS = 2**63
+
+
+@dataclass(frozen=True)
+class RowCompletion(Completion):
+    """The completion that a row of the data has, which nobody sampled."""
+
+    # Whether each token is learned from.
+    learned: list[bool]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion of a prompt with its reward, which is NaN if a reward failed or none applies."""
+    """A completion of a prompt with its reward, which is NaN if it failed, none applies or none is set."""
 
     # The prompt's number in the cache.
     prompt_id: int
@@ -98,6 +108,13 @@ class ScoredSamples:
     failures: dict[str, Counter[str]]
     # The gap between sampler and policy, see SamplerCheck.gap; None if there is none.
     sampler_gap: float | None = None
+    # The rows' own completions that are learned from, too, see `SamplingSpec.sampled_share`.
+    row_samples: tuple[Sample, ...] = ()
+
+    @property
+    def learned(self) -> list[Sample]:
+        """All that is learned from: what the policy sampled, then the rows' own completions."""
+        return [*self.samples, *self.row_samples]
 
     @property
     def rewards(self) -> list[float]:
@@ -149,6 +166,7 @@ class PendingRollout:
         prompt_ids: list[int],
         complete: Callable[[], list[Completion]],
         sampler_gap: float | None = None,
+        row_ids: Sequence[int] = (),
     ) -> None:
         """Store the prompts, and the function that waits for their completions.
 
@@ -156,8 +174,10 @@ class PendingRollout:
             prompt_ids: The prompts' numbers in the cache, each as often as it is completed.
             complete: Waits for the completions and returns them; called once, on the first access.
             sampler_gap: SamplerCheck.gap when sampling ahead began; None if nothing is sampled ahead.
+            row_ids: Numbers of the prompts whose completion is that of their row.
         """
         self.prompt_ids = prompt_ids
+        self.row_ids = list(row_ids)
         self._complete = complete
         self.sampler_gap = sampler_gap
 
@@ -171,7 +191,12 @@ class PendingRollout:
         completions = []
         for completion in self.completions:
             completions.append([completion.tokens, completion.log_probs, completion.ended])
-        return {"ids": self.prompt_ids, "completions": completions, "sampler_gap": self.sampler_gap}
+        return {
+            "ids": self.prompt_ids,
+            "completions": completions,
+            "sampler_gap": self.sampler_gap,
+            "row_ids": self.row_ids,
+        }
 
     @classmethod
     def load(cls, state: Mapping[str, Any]) -> PendingRollout:
@@ -180,7 +205,8 @@ class PendingRollout:
         def complete() -> list[Completion]:
             return [Completion(*fields) for fields in state["completions"]]
 
-        return cls(state["ids"], complete, state.get("sampler_gap"))
+        # Older checkpoints lack the last two keys.
+        return cls(state["ids"], complete, state.get("sampler_gap"), state.get("row_ids", ()))
 
 
 @dataclass
@@ -192,7 +218,7 @@ class Rollouts:
     """
 
     plan: Plan
-    algorithm: RolloutSpec
+    algorithm: SamplingSpec
     prompts: TokenCache
     held_out: Mapping[str, TokenCache]  # name of the evaluation set → its prompts
     curriculum: Curriculum
@@ -210,6 +236,8 @@ class Rollouts:
     emit: Emit
     # Plays episodes with environments; None: an episode is one completion.
     conversations: Conversations | None = None
+    # Compares held-out completions with a teacher; None without one.
+    comparison: TeacherComparison | None = None
 
     def __post_init__(self) -> None:
         # Activity (generate, reward, infer or train) → seconds that the rollout spent on it so far.
@@ -315,7 +343,11 @@ class Rollouts:
         """
         prompt_ids: list[int] = []
         keys: list[tuple[int, int]] = []
+        row_ids: list[int] = []
         for offset, prompt_id in enumerate(self.curriculum.draw(prompts)):
+            if not self._is_sampled(position + offset):
+                row_ids.append(prompt_id)
+                continue
             for index in range(self.algorithm.group_size):
                 prompt_ids.append(prompt_id)
                 # The key has the position and not the prompt, so that a prompt which comes again gets
@@ -323,14 +355,22 @@ class Rollouts:
                 keys.append((position + offset, index))
         if not self.algorithm.lookahead:
             sample = partial(self._sample, self.prompts, prompt_ids, keys, steps_done, False)
-            return PendingRollout(prompt_ids, sample)
+            return PendingRollout(prompt_ids, sample, row_ids=row_ids)
         requests = self._requests(self.prompts, prompt_ids, keys)
         sampling = self.sample_ahead(requests, steps_done)
 
         def complete() -> list[Completion]:
             return sampling.result
 
-        return PendingRollout(prompt_ids, complete, self.sampler_check.gap)
+        return PendingRollout(prompt_ids, complete, self.sampler_check.gap, row_ids)
+
+    def _is_sampled(self, position: int) -> bool:
+        """Return whether the policy completes the prompt at a position, or takes its row's completion.
+
+        It depends on the seed and the position alone, so it is the same on any number of ranks.
+        """
+        share = self.algorithm.sampled_share
+        return derive(self.plan.config.run.seed, "sampled", position) < share * SEEDS
 
     def _batches(
         self,
@@ -355,7 +395,7 @@ class Rollouts:
         batch = self.plan.batch
         size = batch.global_samples
         seed = self.plan.config.run.seed
-        prompts_N = np.asarray([sample.prompt_id for sample in sampled.samples], np.int64)
+        prompts_N = np.asarray([sample.prompt_id for sample in sampled.learned], np.int64)
         state = self._state(ahead)
         for epoch in range(algorithm.epochs):
             is_last_epoch = epoch == algorithm.epochs - 1
@@ -406,7 +446,9 @@ class Rollouts:
             sampled: The rollout.
             drawn: Number of prompts that were drawn for it.
         """
-        limit = self.algorithm.reward_failure
+        limit = self.algorithm.failure_limit
+        if limit is None:
+            return
         failed_share = sampled.failed_share
         has_reward = not all(math.isnan(reward) for reward in sampled.rewards)
         self.has_rewards = self.has_rewards or has_reward
@@ -456,12 +498,14 @@ class Rollouts:
         uses_dynamic_sampling = self.algorithm.rounds > 1
         kept: list[Sample] = []
         spare: list[Sample] = []
+        row_samples: list[Sample] = []
         for _ in range(self.algorithm.rounds):
             with self._add_seconds("generate"):
                 if drawn is None:
                     missing = wanted - len(kept)
                     drawn = self._draw(missing // size, steps_done, position)
                 prompt_ids = drawn.prompt_ids
+                row_ids = drawn.row_ids
                 completions = drawn.completions
                 sampler_gap = drawn.sampler_gap
                 if sampler_gap is None:
@@ -470,7 +514,8 @@ class Rollouts:
             with self._add_seconds("reward"):
                 scored = self._score(self.prompts, prompt_ids, completions)
             self._learn_domains(scored.samples)
-            position += len(prompt_ids) // size
+            row_samples += [_row_sample(self.prompts, row_id) for row_id in row_ids]
+            position += len(prompt_ids) // size + len(row_ids)
             differ = scored.rewards_differ(size, self.algorithm.credits_turns)
             for group, rewards_differ in enumerate(differ):
                 first = group * size
@@ -483,7 +528,10 @@ class Rollouts:
                 break
         # If the rounds were not enough, groups whose rewards are all alike fill the rollout up.
         chosen = [*kept, *spare][:wanted]
-        return replace(scored, samples=chosen, sampler_gap=sampler_gap), position
+        sampled = replace(
+            scored, samples=chosen, sampler_gap=sampler_gap, row_samples=tuple(row_samples)
+        )
+        return sampled, position
 
     def _learn_domains(self, samples: list[Sample]) -> None:
         """Update the curriculum with the rewards of each domain, without those that failed."""
@@ -532,6 +580,8 @@ class Rollouts:
         self, cache: TokenCache, prompt_ids: list[int], completions: list[Completion]
     ) -> ScoredSamples:
         """Return the completions of some prompts of `cache` with their rewards. Collective."""
+        if not prompt_ids:
+            return ScoredSamples([], {}, {})
         prompts = []
         for prompt_id, completion in zip(prompt_ids, completions, strict=True):
             if isinstance(completion, Conversation):
@@ -662,11 +712,9 @@ class Rollouts:
         The metrics are `kl`, the mean divergence from the reference model in nats per token, and
         `kl_coefficient`. Without a reference the divergence counts as 0, and there are no metrics.
         """
-        prompts = [sample.prompt_tokens for sample in sampled.samples]
-        completions = [sample.completion for sample in sampled.samples]
-        metas = [self.prompts.meta(sample.prompt_id) for sample in sampled.samples]
-        episodes = self._add_model_outputs(_to_episodes(prompts, completions, metas))
-        episodes = replace(episodes, turns=[sample.turns for sample in sampled.samples])
+        samples = sampled.learned
+        episodes = self._add_model_outputs(_samples_to_episodes(self.prompts, samples))
+        episodes = replace(episodes, turns=[sample.turns for sample in samples])
         metrics = {}
         kl_NM = torch.zeros_like(episodes.log_probs_NM)
         if self.readers.reference is not None:
@@ -674,7 +722,7 @@ class Rollouts:
             kl_NM = divergence(
                 episodes.log_probs_NM,
                 episodes.reference_log_probs_NM,
-                self.algorithm.kl.estimator,
+                self.kl.estimator,
             )
             kl_NM = kl_NM * episodes.mask_NM
             tokens = episodes.mask_NM.sum().clamp(min=1)
@@ -682,7 +730,8 @@ class Rollouts:
                 "kl": float(kl_NM.sum() / tokens),
                 "kl_coefficient": self.kl.coefficient,
             }
-        rewards_N = torch.tensor(sampled.rewards, dtype=torch.float32)
+        rewards = [sample.reward for sample in sampled.learned]
+        rewards_N = torch.tensor(rewards, dtype=torch.float32)
         penalty_NM = kl_NM * self.kl.coefficient
         episodes = self.algorithm.credited(episodes, rewards_N, penalty_NM)
         # After `metrics`, so that the event reports the coefficient that this rollout was penalised by.
@@ -708,6 +757,7 @@ class Rollouts:
     def evaluate(self, step: int) -> RolloutEvaluation:
         """Complete all held-out prompts greedily after optimizer step `step`, and score them."""
         samples: list[Sample] = []
+        sums: dict[str, float] = {}
         by_set: dict[str, float] = {}
         failures: dict[str, Counter[str]] = {}
         for name, cache in self.held_out.items():
@@ -716,16 +766,37 @@ class Rollouts:
             completions = self._sample(cache, prompt_ids, keys, step, True)
             sampled = self._score(cache, prompt_ids, completions)
             samples += sampled.samples
+            set_sums: dict[str, float] = {}
+            if self.comparison is not None:
+                set_sums = self.comparison.sums(_samples_to_episodes(cache, sampled.samples))
+                sums = add_sums(sums, set_sums)
             # The only evaluation set has no name.
             if name:
-                for key, value in _evaluation_metrics(sampled.samples).items():
+                for key, value in self._evaluation_metrics(sampled.samples, set_sums).items():
                     by_set[f"{name}/{key}"] = value
             for reward, reasons in sampled.failures.items():
                 failures.setdefault(reward, Counter()).update(reasons)
         metrics = {}
         if samples:
-            metrics = _evaluation_metrics(samples) | by_set
+            metrics = self._evaluation_metrics(samples, sums) | by_set
         return RolloutEvaluation(metrics, len(samples), failures)
+
+    def _evaluation_metrics(
+        self, samples: list[Sample], sums: dict[str, float]
+    ) -> dict[str, float]:
+        """Return the metrics of evaluated samples.
+
+        - With a teacher, those that the algorithm computes from `sums`, see `TeacherComparison`.
+        - With rewards, those of `_reward_metrics`.
+        - `length`, `length_max` and `ended`, see `_length_metrics`.
+        - With an environment those of `_conversation_metrics`.
+        """
+        metrics: dict[str, float] = {}
+        if self.comparison is not None:
+            metrics |= self.comparison.algorithm.metrics(sums)
+        if self.algorithm.rewards:
+            metrics |= _reward_metrics(samples)
+        return metrics | _length_metrics(samples) | _conversation_metrics(samples)
 
     def close(self) -> None:
         """End the processes of rewards and environments."""
@@ -760,6 +831,9 @@ class Rollouts:
             trained: Whether optimizer steps learned from it.
         """
         samples = sampled.samples
+        if not samples:
+            # All completions were those of rows, which are there for everyone to read.
+            return
         known = [reward for reward in sampled.rewards if not math.isnan(reward)]
         algorithm = self.algorithm
         differ = sampled.rewards_differ(algorithm.group_size, algorithm.credits_turns)
@@ -768,6 +842,11 @@ class Rollouts:
         if known:
             reward_std = statistics.pstdev(known)
             groups_differ = sum(differ) / len(differ)
+        left_out = 0
+        domain_rewards: dict[str, float] = {}
+        if self.algorithm.rewards:
+            left_out = sampled.left_out
+            domain_rewards = _domain_rewards(samples)
         counts = Counter(sample.domain for sample in samples)
         shares = {}
         for domain, count in sorted(counts.items()):
@@ -780,7 +859,8 @@ class Rollouts:
             reward=_mean(known),
             reward_std=reward_std,
             groups_differ=groups_differ,
-            left_out=sampled.left_out,
+            left_out=left_out,
+            from_rows=len(sampled.row_samples),
             rewards=sampled.parts,
             shares=shares,
             failures=sampled.failures,
@@ -791,7 +871,7 @@ class Rollouts:
             reward_s=self.seconds.get("reward", 0.0),
             infer_s=self.seconds.get("infer", 0.0),
             train_s=self.seconds.get("train", 0.0),
-            metrics=_domain_rewards(samples) | _conversation_metrics(samples) | metrics,
+            metrics=domain_rewards | _conversation_metrics(samples) | metrics,
         )
         self.emit(rollout)
         shown = [self._describe_sample(sample) for sample in samples[:MOST_SHOWN]]
@@ -820,6 +900,35 @@ def _prompt_tokens(cache: TokenCache, prompt_id: int) -> list[int]:
     return tokens.tolist()
 
 
+def _row_sample(cache: TokenCache, prompt_id: int) -> Sample:
+    """Return a prompt of the cache with the completion of its row, and without a reward.
+
+    What is learned from begins with the first target of the row, and ends with its last one.
+    """
+    tokens, learn = cache.segments(prompt_id)[1]
+    (targets,) = np.nonzero(learn)
+    # No token predicts the first one.
+    start = max(1, int(targets[0]))
+    stop = int(targets[-1]) + 1
+    completion = RowCompletion(
+        tokens=tokens[start:stop].tolist(),
+        log_probs=[0.0] * (stop - start),
+        ended=True,
+        learned=[bool(flag) for flag in learn[start:stop]],
+    )
+    domain = cache.meta(prompt_id)["domain"]
+    prompt_tokens = tokens[:start].tolist()
+    return Sample(prompt_id, prompt_tokens, completion, domain, math.nan, applies=False)
+
+
+def _samples_to_episodes(cache: TokenCache, samples: Sequence[Sample]) -> Episodes:
+    """Return samples for prompts of `cache` as `Episodes`, see `_to_episodes`."""
+    prompts = [sample.prompt_tokens for sample in samples]
+    completions = [sample.completion for sample in samples]
+    metas = [cache.meta(sample.prompt_id) for sample in samples]
+    return _to_episodes(prompts, completions, metas)
+
+
 def _to_episodes(
     prompts: list[list[int]], completions: list[Completion], metas: list[dict[str, Any]]
 ) -> Episodes:
@@ -836,6 +945,8 @@ def _to_episodes(
         have_ended.append(completion.ended)
         if isinstance(completion, Conversation):
             sampled.append(completion.sampled)
+        elif isinstance(completion, RowCompletion):
+            sampled.append(completion.learned)
         else:
             sampled.append([True] * len(completion.tokens))
     episodes = Episodes.start(prompt_tokens, tokens, have_ended, metas, sampled)
@@ -870,14 +981,12 @@ def _count_left_out(samples: list[Sample]) -> int:
     return sum(not sample.applies for sample in samples)
 
 
-def _evaluation_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Return the metrics of evaluated samples.
+def _reward_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Return the metrics of the rewards of evaluated samples.
 
     - `reward`: the mean over samples that have one, also of each domain (`_domain_rewards`).
     - `reward_failed`: the share of samples whose reward failed.
     - `reward_left_out`: the share of samples to which no reward applies; absent if it is 0.
-    - `length`, `length_max` and `ended`, see `_length_metrics`.
-    - With an environment those of `_conversation_metrics`.
     """
     rewards = [sample.reward for sample in samples]
     failed = sum(sample.is_failed for sample in samples)
@@ -886,7 +995,7 @@ def _evaluation_metrics(samples: list[Sample]) -> dict[str, float]:
     left_out = _count_left_out(samples)
     if left_out:
         metrics["reward_left_out"] = left_out / len(samples)
-    return metrics | _length_metrics(samples) | _conversation_metrics(samples)
+    return metrics
 
 
 def _conversation_metrics(samples: list[Sample]) -> dict[str, float]:

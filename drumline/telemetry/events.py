@@ -248,12 +248,15 @@ class Rollout(Event, kind="rollout"):
     step: int  # number of optimizer steps once all that train on this rollout are done
     prompts: int  # prompts that are trained on
     # Prompts that were sampled; more than `prompts` if dynamic sampling dropped some.
+    # With gkd those of `from_rows` are counted, too.
     drawn: int
     episodes: int
     reward: Number  # mean over its episodes; null if none has one
     reward_std: Number  # standard deviation over its episodes; null if none has a reward
     groups_differ: Number  # part of the groups whose rewards are not all alike; null if no episode has a reward
     left_out: int = 0  # number of episodes to which no reward applies
+    # Number of rows whose own completion is learned from besides the episodes (gkd).
+    from_rows: int = 0
     # Name of a reward → its mean over the episodes, not multiplied by its weight. With dynamic
     # sampling, of the last draw of prompts alone.
     rewards: Mapping[str, Number]

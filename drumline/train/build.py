@@ -187,7 +187,7 @@ def _build_training(
         )
 
         algorithm, rollouts, batches = build_rollouts(
-            plan, rollout, ranks, engine, state, reducer.device, emit
+            plan, rollout, ranks, engine, state, reducer, emit
         )
         return Training(algorithm, batches, {}, rollouts)
     algorithm = plan.config.algorithm.build_in(Path(plan.base_dir))

@@ -10,12 +10,14 @@ from functools import partial
 from pathlib import Path
 
 from drumline.algorithms.base import Algorithm
-from drumline.config.algorithm import RolloutSpec
+from drumline.config.algorithm import SamplingSpec
 from drumline.data.batches import collate_episodes
 from drumline.data.cache import TokenCache
 from drumline.data.collators import find_vision
 from drumline.data.images import collate_vision_episodes
 from drumline.data.order import GlobalBatch
+from drumline.data.taught import collate_taught_episodes
+from drumline.dist.reduce import SumReducer
 from drumline.dist.start import RankInfo
 from drumline.engine.build import build_engine
 from drumline.engine.engine import CompositeEngine, Engine
@@ -30,6 +32,7 @@ from drumline.rl.reading import (
     EpisodeReader,
     ModelReaders,
     ReadEpisodes,
+    TeacherComparison,
     last_scores,
     log_prob_reader,
     read_scores,
@@ -42,15 +45,16 @@ from drumline.rl.turns import ChatTurns
 from drumline.telemetry.events import Emit
 from drumline.train.sampling import TextGeneration, tokenizer_of
 from drumline.train.state import TrainState
+from drumline.train.teachers import add_teacher, build_teacher, with_teacher
 
 
 def build_rollouts(
     plan: Plan,
-    spec: RolloutSpec,
+    spec: SamplingSpec,
     ranks: RankInfo,
     engine: Engine,
     state: TrainState,
-    device: str,
+    reducer: SumReducer,
     emit: Emit,
 ) -> tuple[Algorithm, Rollouts, Iterator[GlobalBatch]]:
     """Return the algorithm, the rollouts, and their batches from `state` on.
@@ -58,6 +62,7 @@ def build_rollouts(
     `spec`: the section `algorithm` of the config. Collective: the auxiliary models are built here.
     """
     config = plan.config
+    device = reducer.device
     data = plan.data
     assert data is not None, "workers get plans of prepared data"
     tokenizer = tokenizer_of(plan)
@@ -67,6 +72,8 @@ def build_rollouts(
     collate: CollateEpisodes = collate_episodes
     if vision is not None:
         collate = partial(collate_vision_episodes, vision=vision)
+    elif spec.teaching is not None:
+        collate = collate_taught_episodes
     episode_reader = EpisodeReader(
         plan,
         plan.mesh.data_rank(ranks.rank),
@@ -125,11 +132,17 @@ def build_rollouts(
         conversations=build_conversations(plan, spec, generate),
     )
     batches = rollouts.stream(state.step, state.position, state.stream)
-    return algorithm, rollouts, batches
+    if spec.teaching is None:
+        return algorithm, rollouts, batches
+    teacher = build_teacher(plan, device)
+    rollouts.comparison = TeacherComparison(
+        algorithm, engine, episode_reader, partial(add_teacher, ask=teacher.ask), reducer
+    )
+    return algorithm, rollouts, with_teacher(batches, teacher.ask)
 
 
 def build_conversations(
-    plan: Plan, spec: RolloutSpec, generate: TextGeneration
+    plan: Plan, spec: SamplingSpec, generate: TextGeneration
 ) -> Conversations | None:
     """Return what plays episodes with the config's environment; None without one."""
     config = spec.environment
@@ -167,7 +180,7 @@ def product_precision(plan: Plan) -> str:
 
 def build_scorers(
     plan: Plan,
-    spec: RolloutSpec,
+    spec: SamplingSpec,
     engine: Engine,
     episode_reader: EpisodeReader,
     tail: list[int],
@@ -182,12 +195,11 @@ def build_scorers(
     temperature = spec.generator.temperature
     log_probs = log_prob_reader(spec.loss_chunk, temperature)
     has_value_head = spec.head == "valued"
-    has_kl = spec.kl.coefficient > 0
 
     # The policy runs over the episodes before the update if the loss or the reward needs its
     # numbers from then.
     policy: ReadEpisodes | None = None
-    if has_value_head or has_kl or not spec.on_policy:
+    if has_value_head or spec.has_reference or spec.needs_old_log_probs:
         with_values = log_prob_reader(spec.loss_chunk, temperature, has_value_head)
         policy = partial(episode_reader.read, engine, read=with_values)
 
@@ -195,7 +207,7 @@ def build_scorers(
     if "reference" in plan.roles:
         frozen = build_engine(plan, device, role="reference")
         reference = partial(episode_reader.read, frozen, read=log_probs)
-    elif has_kl:
+    elif spec.has_reference:
         # The policy without its adapter is the model before training.
         reference = partial(episode_reader.read, engine, read=log_probs, adapter=False)
 
@@ -213,7 +225,7 @@ def build_scorers(
 
 
 def _build_reward_scorers(
-    plan: Plan, spec: RolloutSpec, episode_reader: EpisodeReader, tail: list[int], device: str
+    plan: Plan, spec: SamplingSpec, episode_reader: EpisodeReader, tail: list[int], device: str
 ) -> dict[str, ReadEpisodes]:
     """Return for each reward by a model, by its name, the function that scores episodes.
 

@@ -479,7 +479,7 @@ class View:
         if not columns:
             return
         rollout = reader.config.algorithm.rollout
-        if rollout:
+        if rollout and rollout.rewards:
             rewards = ", ".join(getattr(reward, "path", reward.kind) for reward in rollout.rewards)
             self.line(f"rewards ({rewards}) get the completion and", "bold")
         else:

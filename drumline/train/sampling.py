@@ -245,7 +245,7 @@ def _read_prompts(plan: Plan, cache: TokenCache, name: str) -> Iterator[Prompt]:
     vision = find_vision(plan)
     for sample in range(min(len(cache), MOST_LOOKED_AT)):
         segments = cache.segments(sample)
-        if algorithm.rows_per_sample > 1:
+        if algorithm.rows_per_sample > 1 or algorithm.rollout is not None:
             segments = segments[:1]
         images: list[dict[str, Any]] = [{} for _ in segments]
         if vision is not None:

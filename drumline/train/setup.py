@@ -19,7 +19,7 @@ from drumline.checkpoint.load import named_state, state_to_resume
 from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import Store, require_unused
 from drumline.checkpoint.retention import recover
-from drumline.config.algorithm import RolloutSpec
+from drumline.config.algorithm import SamplingSpec
 from drumline.config.config import Config, ScheduleConfig
 from drumline.config.load import (
     RefusedChanges,
@@ -452,7 +452,7 @@ def _check_eval_metric(config: Config, labels: tuple[str, ...]) -> None:
 
 
 def _check_prompts(
-    rollout: RolloutSpec, config: Config, base_dir: Path, data: DataPlan | None
+    rollout: SamplingSpec, config: Config, base_dir: Path, data: DataPlan | None
 ) -> None:
     """Raise ConfigError or PlanError if rewards, environment or curriculum do not fit the prompts.
 

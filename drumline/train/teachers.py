@@ -160,6 +160,15 @@ class FrozenTeacher:
         return states.hidden_ME
 
 
+def build_teacher(plan: Plan, device: str) -> FrozenTeacher:
+    """Return the teacher of a run, spread as the trained model is. Collective."""
+    teaching = plan.config.algorithm.teaching
+    assert teaching is not None, "the algorithm has a teacher"
+    engine = build_engine(plan, device, role="teacher")
+    whole_weights = plan.config.strategy.whole_weights
+    return FrozenTeacher(engine, teaching, vocabulary_entries(plan), whole_weights)
+
+
 def _unpack(packed_MJ: torch.Tensor) -> Choices:
     """Return the choices of `packed_choices`; J = K + L = 2 K + 1."""
     choices = packed_MJ.shape[1] // 2
@@ -206,20 +215,14 @@ class TeacherLoaders:
     def _find_ask_by_folder(self, data: DataPlan) -> dict[str, Ask]:
         """Return how the teacher is asked about the samples of each cache folder. Collective."""
         folders = cache_folders(data)
-        if self.teaching.log_probs == "live":
-            teacher = self._build_teacher()
+        if self.teaching.asks_teacher_live:
+            teacher = build_teacher(self.plan, self.device)
             return dict.fromkeys(folders.values(), teacher.ask)
         tables = self._load_or_build_tables(folders)
         asks: dict[str, Ask] = {}
         for folder, table in tables.items():
             asks[folder] = partial(_look_up, table, self.device)
         return asks
-
-    def _build_teacher(self) -> FrozenTeacher:
-        """Return the teacher, spread as the trained model is. Collective."""
-        engine = build_engine(self.plan, self.device, role="teacher")
-        whole_weights = self.plan.config.strategy.whole_weights
-        return FrozenTeacher(engine, self.teaching, vocabulary_entries(self.plan), whole_weights)
 
     def _load_or_build_tables(self, caches: dict[str, str]) -> dict[str, ChoiceTable]:
         """Return the table of each cache folder, by the folder. Collective.
@@ -237,7 +240,7 @@ class TeacherLoaders:
             is_found = all(from_all(table is not None))
             if not is_found:
                 if teacher is None:
-                    teacher = self._build_teacher()
+                    teacher = build_teacher(self.plan, self.device)
                 self._build_table(teacher, cache, path)
                 table = ChoiceTable.open(path, cache, self.teaching.top_k)
             assert table is not None, "the table was written a moment ago"
@@ -378,10 +381,15 @@ def _look_up(table: ChoiceTable, device: str, micro_batches: list[Any]) -> list[
 def with_teacher(batches: Iterable[GlobalBatch], ask: Ask) -> Iterator[GlobalBatch]:
     """Yield batches with the teacher's distributions in every micro-batch, as `teacher`."""
     for batch in batches:
-        taught = []
-        for micro_batch, teacher in zip(batch.micro_batches, ask(batch.micro_batches), strict=True):
-            taught.append(replace(micro_batch, teacher=teacher))
-        yield replace(batch, micro_batches=taught)
+        yield replace(batch, micro_batches=add_teacher(batch.micro_batches, ask))
+
+
+def add_teacher(micro_batches: list[Any], ask: Ask) -> list[Any]:
+    """Return micro-batches with the teacher's distributions, as `teacher`. Collective if it is live."""
+    taught = []
+    for micro_batch, teacher in zip(micro_batches, ask(micro_batches), strict=True):
+        taught.append(replace(micro_batch, teacher=teacher))
+    return taught
 
 
 def vocabulary_entries(plan: Plan) -> int:

@@ -48,6 +48,7 @@ AGAIN = (
     "own_data",
     "resnet50_ddp_syncbn",
     "grpo_smollm2",
+    "gkd_smollm2",
     "context_parallel",
     "ddp",
     "diloco",
@@ -203,6 +204,8 @@ def quick(path: Path, instead: dict[str, list[str]]) -> list[str]:
     more = [*instead.get(path.stem, []), *SMALLER.get(path.stem, []), *QUICK, *BATCH]
     if kind in ("ppo", "grpo"):
         more += ROLLOUT
+    if kind == "gkd":
+        more += ["data.truncation=left", "algorithm.generator.max_new_tokens=4"]
     if has_environment(path):
         more += ENVIRONMENT
     if kind in ("reward", "dpo", "kto"):

@@ -24,6 +24,7 @@ from tests.harness import (
     weights,
     write_config,
 )
+from tests.tiny import tiny_model_dir
 
 # Slow enough for the kill to fall between two steps, into the sampling and scoring of the next
 # rollout.
@@ -81,18 +82,22 @@ def rows_of(domain: str, limit: int) -> dict[str, Any]:
     return {"kind": "file", "path": "train.jsonl", "domain": domain, "limit": limit}
 
 
+GRPO: dict[str, Any] = {
+    "kind": "grpo",
+    "group_size": 4,
+    "kl": {"coefficient": 0.05, "target": 0.01, "horizon": 50},
+}
+
+
 def slow_rewards(folder: Path, model: Path, options: dict[str, Any]) -> Path:
     """A run of two ranks over two domains of rows; `options`: keys of its algorithm."""
     (folder / "slow.py").write_text(SLOW)
     algorithm = {
-        "kind": "grpo",
-        "group_size": 4,
         "loss_chunk": 32,
         "generator": {"kind": "hf", "max_new_tokens": 6},
         "rewards": [{"kind": "function", "path": "slow.py:slow"}],
         "reward_workers": 2,
         "curriculum": {"kind": "success", "solved": 3.0},
-        "kl": {"coefficient": 0.05, "target": 0.01, "horizon": 50},
     }
     return write_config(
         folder,
@@ -121,9 +126,36 @@ def slow_rewards(folder: Path, model: Path, options: dict[str, Any]) -> Path:
 def test_killed_in_a_rollout_then_resumed(
     model: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    config = slow_rewards(tmp_path, model, options)
-    alone = tmp_path / "alone"
-    run = tmp_path / "run"
+    config = slow_rewards(tmp_path, model, {**GRPO, **options})
+    run, alone = kill_and_resume(config, tmp_path)
+    assert told(run, "step", STEP) == told(alone, "step", STEP)
+    assert told(run, "rollout", ROLLOUT) == told(alone, "rollout", ROLLOUT)
+    assert len(set(column(alone, "kl_coefficient", "rollout"))) > 1
+    require_same_weights(run, alone)
+
+
+@pytest.mark.full
+def test_distillation_killed_in_a_rollout_then_resumed(model: Path, tmp_path: Path) -> None:
+    """Half of the completions are those of rows, and they are the same rows again."""
+    options = {
+        "kind": "gkd",
+        "teacher": {"id": str(tiny_model_dir(tmp_path / "teacher", layers=4, seed=7))},
+        "on_policy_share": 0.5,
+        "minibatches": 4,
+    }
+    run, alone = kill_and_resume(slow_rewards(tmp_path, model, options), tmp_path)
+    of_step = ("step", "loss", "grad_norm", "tokens", "samples", "kl")
+    assert told(run, "step", of_step) == told(alone, "step", of_step)
+    of_rollout = ("step", "reward", "drawn", "shares", "length", "from_rows")
+    assert told(run, "rollout", of_rollout) == told(alone, "rollout", of_rollout)
+    assert min(column(alone, "from_rows", "rollout")) > 0
+    require_same_weights(run, alone)
+
+
+def kill_and_resume(config: Path, folder: Path) -> tuple[Path, Path]:
+    """Return a run that was killed in a rollout and then resumed, and one that was left alone."""
+    alone = folder / "alone"
+    run = folder / "run"
     run_drumline("train", config, f"run.dir={alone}")
 
     process = start_drumline("train", config, f"run.dir={run}")
@@ -138,9 +170,11 @@ def test_killed_in_a_rollout_then_resumed(
 
     run_drumline("train", config, f"run.dir={run}", "--resume")
     assert column(run, "step", "restore")[-1] in (4, 8)
-    assert told(run, "step", STEP) == told(alone, "step", STEP)
-    assert told(run, "rollout", ROLLOUT) == told(alone, "rollout", ROLLOUT)
-    assert len(set(column(alone, "kl_coefficient", "rollout"))) > 1
+    return run, alone
+
+
+def require_same_weights(run: Path, alone: Path) -> None:
+    """Assert that the weights of two runs are equal, bit for bit."""
     got = weights(run)
     expected = weights(alone)
     assert got.keys() == expected.keys()

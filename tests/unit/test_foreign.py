@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from drumline import cli, foreign
-from drumline.config.algorithm import AlgorithmSpec, RolloutSpec
+from drumline.config.algorithm import AlgorithmSpec, SamplingSpec
 from drumline.config.config import Config
 from drumline.config.load import load_text
 from drumline.config.registry import Spec, find_object, kinds
@@ -209,7 +209,7 @@ def test_metrics_are_those_that_the_algorithms_measure() -> None:
 
     for kind, spec in kinds(AlgorithmSpec).items():
         known = spec.metrics
-        if issubclass(spec, RolloutSpec) or kind == "python":
+        if issubclass(spec, SamplingSpec) or kind == "python":
             continue  # measured by completions (rl.rollouts), or by the user's own objective
         algorithm = kind
         if kind == "distill":

@@ -68,7 +68,9 @@ def evaluate_by(
     ]
     rollouts.decode = str
     rollouts.readers = SimpleNamespace(rewards=model_rewards)  # type: ignore[assignment]
-    rollouts.algorithm = SimpleNamespace(missing_stop_penalty=0.0)  # type: ignore[assignment]
+    rollouts.algorithm = SimpleNamespace(  # type: ignore[assignment]
+        missing_stop_penalty=0.0, rewards=["one"]
+    )
     rollouts.rewards = rewards
     return rollouts.evaluate(3)
 
@@ -159,7 +161,7 @@ class Unreported(Rollouts):
 def failing_rollout(left_out: int, failed: int, rewarded: int) -> str:
     """Return why a run stops at such a rollout; empty if it goes on."""
     nothing = {field.name: None for field in fields(Rollouts)}
-    algorithm = SimpleNamespace(reward_failure=RewardFailureConfig(rollouts=1), steps_per_rollout=1)
+    algorithm = SimpleNamespace(failure_limit=RewardFailureConfig(rollouts=1), steps_per_rollout=1)
     values: dict[str, Any] = {**nothing, "plan": SimpleNamespace(steps=9), "algorithm": algorithm}
     rollouts = Unreported(**values)
     completion = Completion([2], [-1.0], True)
@@ -228,9 +230,10 @@ def test_the_rollout_that_ends_a_run_is_of_a_step_not_reached() -> None:
     events: list[Any] = []
     nothing = {field.name: None for field in fields(Rollouts)}
     algorithm = SimpleNamespace(
-        reward_failure=RewardFailureConfig(rollouts=1),
+        failure_limit=RewardFailureConfig(rollouts=1),
         steps_per_rollout=2,
         group_size=2,
+        rewards=["one"],
         credits_turns=False,
     )
     values: dict[str, Any] = {

@@ -12,7 +12,31 @@ import torch
 
 from drumline.algorithms.base import Algorithm, LossOut
 from drumline.algorithms.distill.spec import DistillConfig
+from drumline.config.algorithm import TeachingSpec
 from drumline.data.batches import IGNORE
+
+
+def teacher_divergence(
+    spec: TeachingSpec, outputs: Any, batch: Any
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the divergence from the teacher summed over all targets, and the sums of KL and of tokens.
+
+    Args:
+        spec: The algorithm's settings of the teacher.
+        outputs: The model's outputs.
+        batch: A micro-batch with the teacher's distributions.
+    """
+    assert batch.teacher is not None, "the stream adds the teacher's numbers"
+    loss_sum, kl_sum = outputs.divergence(
+        batch.teacher,
+        batch.targets_BT,
+        spec.loss_chunk,
+        spec.divergence,
+        spec.beta,
+        spec.temperature,
+    )
+    tokens = (batch.targets_BT != IGNORE).sum()
+    return loss_sum, {"tokens": tokens, "kl": kl_sum.detach()}
 
 
 class Distillation(Algorithm):
@@ -27,7 +51,7 @@ class Distillation(Algorithm):
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
         """Return the summed loss, and the sums of KL and, if it is learned, of cross-entropy."""
-        loss_sum, sums = self._divergence(outputs, batch)
+        loss_sum, sums = teacher_divergence(self.spec, outputs, batch)
         weight = self.spec.cross_entropy_weight
         if weight:
             cross_entropy = outputs.summed_loss(batch.targets_BT, self.spec.loss_chunk)
@@ -37,27 +61,12 @@ class Distillation(Algorithm):
 
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
         """Return the same loss; the sums also have the cross-entropy and the right first choices."""
-        loss_sum, sums = self._divergence(outputs, batch)
+        loss_sum, sums = teacher_divergence(self.spec, outputs, batch)
         cross_entropy, correct_BT = outputs.cross_entropy(batch.targets_BT, self.spec.loss_chunk)
         loss_sum = loss_sum + self.spec.cross_entropy_weight * cross_entropy
         sums["cross_entropy"] = cross_entropy
         sums["correct"] = correct_BT.sum()
         return LossOut(loss_sum, sums)
-
-    def _divergence(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the summed divergence, and the sums of KL and of tokens."""
-        assert batch.teacher is not None, "the stream adds the teacher's numbers"
-        spec = self.spec
-        loss_sum, kl_sum = outputs.divergence(
-            batch.teacher,
-            batch.targets_BT,
-            spec.loss_chunk,
-            spec.divergence,
-            spec.beta,
-            spec.temperature,
-        )
-        tokens = (batch.targets_BT != IGNORE).sum()
-        return loss_sum, {"tokens": tokens, "kl": kl_sum.detach()}
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Return means over the learned tokens of the held-out set."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from drumline.algorithms.specs import TextSpec
-from drumline.config.algorithm import DivergenceKind, HeadOutput, TeachingSpec
+from drumline.config.algorithm import HeadOutput, TeachingSpec
 from drumline.config.section import Weight
 from drumline.plan.plan import Plan
 
@@ -26,27 +26,28 @@ class DistillConfig(TextSpec, TeachingSpec):
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"log_probs", "cross_entropy"})
     objective: ClassVar[str] = "drumline.algorithms.distill.objective:Distillation"
     kind: Literal["distill"] = "distill"
-    divergence: DivergenceKind = Field(
-        "forward_kl",
-        description="The loss of a token: forward_kl, KL(teacher ‖ model), covers all that the teacher may say; reverse_kl, KL(model ‖"
-        " teacher), keeps to what it does say; jsd: between them, by beta (generalised Jensen-Shannon divergence).",
-    )
-    beta: float = Field(
-        0.5,
-        gt=0,
-        lt=1,
-        description="divergence: jsd: the teacher's share in the mixture that both models are compared with.",
+    log_probs: Literal["precomputed", "live"] = Field(
+        "precomputed",
+        description="The teacher's log-probs: precomputed once before training and kept beside the token cache, or live from a frozen"
+        " copy in every step, which top_k: 0 requires.",
     )
     cross_entropy_weight: Weight = Field(
         0.0, description="Weight of the cross-entropy of the data's own tokens, added to the loss."
     )
 
     @model_validator(mode="after")
-    def _beta_is_read(self) -> DistillConfig:
-        """Refuse beta if it would have no effect."""
-        if self.beta != 0.5 and self.divergence != "jsd":
-            raise ValueError("beta requires divergence: jsd")
+    def _keeps_few_numbers(self) -> DistillConfig:
+        """Refuse to keep a whole vocabulary for each token."""
+        if self.top_k == 0 and self.log_probs == "precomputed":
+            raise ValueError(
+                "top_k: 0 is the whole vocabulary for each token, which no disk holds: set log_probs: live, or a top_k above 0"
+            )
         return self
+
+    @property
+    def asks_teacher_live(self) -> bool:
+        """Whether the teacher answers in every step: the key `log_probs`."""
+        return self.log_probs == "live"
 
     def collator(self, plan: Plan, width: int | None) -> CollatorFactory:
         from drumline.data.collators import taught_collator
@@ -57,7 +58,7 @@ class DistillConfig(TextSpec, TeachingSpec):
         return {"prompt": random_text(1), "completion": random_text(length)}
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
-        from drumline.data.taught import placeholder_taught
+        from drumline.data.taught import TaughtBatch, placeholder_teacher
 
         batch = super().traced_batch(plan, rows, length, channels)
-        return placeholder_taught(batch, plan)
+        return TaughtBatch(**vars(batch), teacher=placeholder_teacher(batch, plan))

@@ -400,7 +400,8 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
     world = layout.mesh.world_size
     generator = rollout.generator
     episodes = rollout.minibatches * layout.batch.global_samples
-    episodes_of_rank = math.ceil(episodes / world)
+    sampled = episodes * rollout.sampled_share
+    episodes_of_rank = math.ceil(sampled / world)
     batch = min(generator.batch, episodes_of_rank)
     rate = cluster.rate(layout.precision, batch, facts.hidden) or cluster.rate("fp32")
 
@@ -411,14 +412,18 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
     if rollout.environment is not None:
         tokens_of_episode = min(tokens_of_episode, rollout.environment.max_tokens)
     sampling = batches * tokens_of_episode * token
-    forwards = [forward_flops(model) for model in facts.roles.values()]
-    if rollout.steps_per_rollout > 1:
+    forwards = []
+    for name, model in facts.roles.items():
+        # What answers in every step is counted there (`scoring_flops`).
+        if name != "teacher":
+            forwards.append(forward_flops(model))
+    if rollout.steps_per_rollout > 1 and rollout.needs_old_log_probs:
         # The old log-probabilities, which otherwise the forward of the step gives.
         forwards.append(forward_flops(facts))
     if layout.config.head == "valued":
         # The values of the policy's own value head.
         forwards.append(forward_flops(facts))
-    scoring = sum(forwards) * episodes * layout.max_length / world / rate
+    scoring = sum(forwards) * sampled * layout.max_length / world / rate
     refreshing = _refresh_seconds(layout, facts, cluster, generator)
     return (sampling + scoring + refreshing) / rollout.steps_per_rollout
 

@@ -1,0 +1,143 @@
+"""On-policy distillation: a model learns a teacher's distributions at the tokens of its own completions.
+
+No torch at the top.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from drumline.config.algorithm import (
+    AuxiliaryModel,
+    DivergenceKind,
+    HeadOutput,
+    SamplingSpec,
+    TeachingSpec,
+    Trained,
+)
+from drumline.config.data import PROMPT_FORMS, DataConfig, Forms
+from drumline.config.rollouts import Reward
+from drumline.config.section import RefusesNull
+from drumline.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from drumline.data.encode import RowEncoder
+
+
+class GKDConfig(SamplingSpec, TeachingSpec):
+    """On-policy distillation (GKD, Agarwal et al. 2024): the model samples completions, and learns what a teacher would say at each
+    of their tokens."""
+
+    position: ClassVar[int] = 2
+    columns: ClassVar[str] = (
+        "`prompt`, or `messages`; with on_policy_share below 1 `prompt` and `completion`, or `messages`"
+    )
+    rate: ClassVar[float] = 1e-5
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "kl", *SamplingSpec.metrics)
+    best_by: ClassVar[dict[str, str]] = {}
+    head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"log_probs"})
+    objective: ClassVar[str] = "drumline.algorithms.gkd.objective:OnPolicyDistillation"
+    kind: Literal["gkd"] = "gkd"
+    divergence: DivergenceKind = Field(
+        "reverse_kl",
+        description="The loss of a token: reverse_kl, KL(model ‖ teacher), keeps to what the teacher does say; forward_kl, KL(teacher ‖"
+        " model), covers all that it may say; jsd: between them, by beta (generalised Jensen-Shannon divergence).",
+    )
+    top_k: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="Likeliest next tokens of the teacher that models are compared by; all others count as one more. 0: the whole"
+        " vocabulary.",
+    )
+    on_policy_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of the prompts that the model completes itself (λ of GKD). From the others the completion of the row is"
+        " learned. Which of them these are depends on run.seed and the position in the data.",
+    )
+    rewards: Annotated[list[Reward], RefusesNull("leave it out for none")] = Field(
+        default_factory=list,
+        description="Measured on the model's completions and reported; nothing is learned from them. Default with environment: {kind:"
+        " class}: environment.",
+    )
+
+    @model_validator(mode="after")
+    def _reads_its_keys(self) -> GKDConfig:
+        """Refuse keys that only rewards would give a meaning."""
+        if self.rewards:
+            return self
+        if self.curriculum.kind == "success":
+            raise ValueError("curriculum: success follows rewards: list some, or use another kind")
+        if self.missing_stop_penalty:
+            raise ValueError(
+                "missing_stop_penalty is taken off rewards: list some, or leave it out"
+            )
+        if self.reward_workers is not None:
+            raise ValueError("reward_workers compute rewards: list some, or leave it out")
+        return self
+
+    @property
+    def group_size(self) -> int:
+        """Each prompt is completed once."""
+        return 1
+
+    @property
+    def forms(self) -> Forms:
+        """Rows with a prompt, and with a completion if some of these are learned from."""
+        if self.sampled_share < 1:
+            return (("prompt", "completion"), ("messages",))
+        return PROMPT_FORMS
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """The divergence compares the model with the teacher alone, however old a completion is."""
+        return False
+
+    @property
+    def sampled_share(self) -> float:
+        """The share of the prompts that the model completes: the key `on_policy_share`."""
+        return self.on_policy_share
+
+    def cache_parts(self) -> dict[str, Any]:
+        """Return what a sample has besides its prompt."""
+        parts = super().cache_parts()
+        if self.sampled_share < 1:
+            parts["keeps_completion"] = True
+        return parts
+
+    def segment_names(self, segments: int) -> list[str]:
+        """Return the names of a row's segments; a single one needs none."""
+        if segments == 1:
+            return [""]
+        return ["prompt", "with the completion of the row"]
+
+    def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
+        from drumline.data.encode import AnsweredPromptEncoder, PromptRowEncoder
+
+        keeps_row = self.environment is not None
+        if self.sampled_share < 1:
+            return AnsweredPromptEncoder(tokenizer, self.new_tokens, data, keeps_row)
+        return PromptRowEncoder(tokenizer, self.new_tokens, data, keeps_row)
+
+    def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
+        from drumline.data.batches import placeholder_episodes
+        from drumline.data.taught import TaughtEpisodeBatch, placeholder_teacher
+
+        batch = placeholder_episodes(rows, length)
+        return TaughtEpisodeBatch(**vars(batch), teacher=placeholder_teacher(batch, plan))
+
+    def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
+        """Return the episodes with the weight 1 for each token, whatever the rewards are."""
+        import torch
+
+        are_learned_N = torch.ones(len(episodes), dtype=torch.bool)
+        return episodes.weighted("token", self.new_tokens, are_learned_N)
+
+    def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
+        """Return role → model of the teacher and of rewards by models."""
+        teacher = TeachingSpec.auxiliary_models(self, config)
+        return teacher | SamplingSpec.auxiliary_models(self, config)

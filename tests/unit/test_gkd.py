@@ -1,0 +1,290 @@
+"""On-policy distillation: its loss against a plain loop, which completions are whose, and its plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from drumline.algorithms.gkd.objective import OnPolicyDistillation
+from drumline.algorithms.gkd.spec import GKDConfig
+from drumline.config.data import DataConfig
+from drumline.config.load import load_text
+from drumline.data.batches import Episodes
+from drumline.data.encode import AnsweredPromptEncoder
+from drumline.data.sources import Row
+from drumline.data.taught import collate_taught_episodes
+from drumline.errors import ConfigError, DataError
+from drumline.models.head import compute_outputs, trunk_and_head
+from drumline.plan.plan import Plan
+from drumline.planner.cost.compute import scoring_flops
+from drumline.planner.cost.memory import memory
+from drumline.planner.cost.times import rollout_seconds
+from drumline.rl.rewards import EpisodeText, Rewards
+from drumline.rl.rollouts import Rollouts, _row_sample, _samples_to_episodes
+from drumline.train.replan import planning_question
+from tests.harness import write_config
+from tests.plans import resolve_plan
+from tests.tiny import read_model, tiny_model_dir, tiny_tokenizer
+from tests.unit.test_distill import FP32_BYTES, KINDS, ROW, plain_divergence, plain_kl
+from tests.unit.test_planner_times import cluster
+from tests.unit.test_report_progress import START, told
+from tests.unit.test_rollout_evaluation import ROLLOUT
+
+PAD = 0
+# Prompts and completions. The policy has sampled all of the first two completions; of the last one
+# the two tokens in the middle are those of an environment.
+PROMPTS = [[5, 6, 7], [8], [9, 10]]
+COMPLETIONS = [[11, 12], [13, 14, 15, 16], [17, 18, 19, 20]]
+SAMPLED = [[True] * 2, [True] * 4, [True, False, False, True]]
+
+
+def spec(**options: Any) -> GKDConfig:
+    return GKDConfig.model_validate({"teacher": {"id": "some/model"}, **options})
+
+
+def episodes() -> Episodes:
+    prompts = [np.array(tokens) for tokens in PROMPTS]
+    completions = [np.array(tokens) for tokens in COMPLETIONS]
+    made: Episodes = spec().credited(
+        Episodes.start(prompts, completions, sampled=SAMPLED), torch.zeros(3), None
+    )
+    return made
+
+
+def learned_distributions(model: Any, temperature: float) -> list[list[float]]:
+    """The distributions from which the sampled tokens were drawn, computed row by row."""
+    found = []
+    for prompt, completion, flags in zip(PROMPTS, COMPLETIONS, SAMPLED, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *completion]])).logits[0]
+        for index, is_sampled in enumerate(flags):
+            if is_sampled:
+                row = logits[len(prompt) - 1 + index] / temperature
+                found.append(row.softmax(-1).tolist())
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A student and a teacher that is surer of itself."""
+    root = tmp_path_factory.mktemp("models")
+    tiny_model_dir(root / "model")
+    tiny_model_dir(root / "teacher", layers=4, seed=7, hidden=48)
+    teacher = read_model(root / "teacher")
+    with torch.no_grad():
+        teacher.model.norm.weight.mul_(20)
+    teacher.save_pretrained(root / "teacher")
+    return root
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_is_the_divergence_at_the_sampled_tokens(
+    folder: Path, kind: Any, temperature: float
+) -> None:
+    student = read_model(folder / "model")
+    teacher = read_model(folder / "teacher")
+    options: dict[str, Any] = {"divergence": kind, "temperature": temperature, "loss_chunk": 3}
+    beta = 0.5
+    if kind == "jsd":
+        options["beta"] = beta = 0.3
+    algorithm = OnPolicyDistillation(spec(**options))
+
+    # A filler makes the batch one row longer.
+    batch = collate_taught_episodes(episodes(), [0, 1, 2, -1], PAD, None)
+    assert batch.weight == 8
+    with torch.no_grad():
+        outputs = compute_outputs(teacher, batch, trunk_and_head(teacher))
+        states = outputs.states(batch.targets_BT)
+    taught = replace(batch, teacher=states)
+    found = algorithm.objective(compute_outputs(student, taught, trunk_and_head(student)), taught)
+
+    expected = 0.0
+    expected_kl = 0.0
+    both = zip(
+        learned_distributions(student, temperature),
+        learned_distributions(teacher, temperature),
+        strict=True,
+    )
+    for of_student, of_teacher in both:
+        expected += plain_divergence(kind, beta, of_student, of_teacher)
+        expected_kl += plain_kl(of_teacher, of_student)
+    assert expected > 0.1
+    assert found.loss_sum.item() == pytest.approx(expected, rel=1e-5)
+    assert found.sums["kl"].item() == pytest.approx(expected_kl, rel=1e-5)
+    assert found.sums["tokens"].item() == 8
+    means = algorithm.metrics({"loss": 4.0, "kl": 2.0, "tokens": 8.0})
+    assert means == {"loss": 0.5, "kl": 0.25}
+    found.loss_sum.backward()
+    assert student.model.norm.weight.grad.norm() > 0
+
+
+def chosen(share: float, seed: int, positions: range) -> list[bool]:
+    """Whether the policy completes the prompts at some positions itself."""
+    rollouts = object.__new__(Rollouts)
+    rollouts.algorithm = spec(on_policy_share=share)
+    run = SimpleNamespace(seed=seed)
+    rollouts.plan = SimpleNamespace(config=SimpleNamespace(run=run))  # type: ignore[assignment]
+    return [rollouts._is_sampled(position) for position in positions]
+
+
+def test_who_completes_a_prompt_depends_on_seed_and_position_alone() -> None:
+    first = chosen(0.3, 1, range(2000))
+    assert sum(first) / 2000 == pytest.approx(0.3, abs=0.04)
+    assert chosen(0.3, 1, range(500, 2000)) == first[500:]
+    assert chosen(0.3, 2, range(2000)) != first
+    assert all(chosen(1.0, 1, range(200)))
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("beta: 0.2", "beta requires divergence: jsd"),
+        ("on_policy_share: 0", "greater than 0"),
+        ("clip: 0.1", "unknown key 'clip'"),
+        ("log_probs: live", "unknown key 'log_probs'"),
+        ("curriculum: {kind: success}", "curriculum: success follows rewards"),
+        ("missing_stop_penalty: 0.1", "missing_stop_penalty is taken off rewards"),
+        ("reward_workers: 2", "reward_workers compute rewards"),
+        (
+            "environment: {kind: class, path: 'a.py:B', max_tokens: 8}",
+            "has no room for a turn",
+        ),
+    ],
+)
+def test_options_that_have_no_meaning_are_refused(options: str, line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_text(ROW, [f"algorithm={{kind: gkd, teacher: some/model, {options}}}"])
+    assert line in error.value.line()
+    assert "\n" not in error.value.line()
+
+
+def test_rewards_are_those_of_an_environment_or_none() -> None:
+    assert spec().rewards == []
+    environment = {"kind": "class", "path": "a.py:B", "max_tokens": 100}
+    (reward,) = spec(environment=environment).rewards
+    assert reward.kind == "environment"
+
+
+class Cache:
+    """A token cache of encoded rows."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def segments(self, number: int) -> list[Any]:
+        return [(segment.tokens, segment.learn) for segment in self.samples[number].segments]
+
+    def meta(self, number: int) -> Any:
+        return self.samples[number].meta
+
+
+def row(values: dict[str, Any]) -> Row:
+    return Row("x.jsonl:1", values, {}, domain="sums")
+
+
+def encoder(**data: Any) -> AnsweredPromptEncoder:
+    settings = {"train": [{"kind": "file", "path": "x.jsonl"}], **data}
+    algorithm = spec(on_policy_share=0.5, generator={"kind": "hf", "max_new_tokens": 8})
+    made = algorithm.encoder(tiny_tokenizer(), DataConfig.model_validate(settings))
+    assert isinstance(made, AnsweredPromptEncoder)
+    return made
+
+
+def test_a_row_s_own_completion_is_learned_as_fine_tuning_learns_it() -> None:
+    """Of a conversation all answers are, and the prompt to complete has all but the last one."""
+    plain = row({"prompt": "two plus three", "completion": "five"})
+    turns = []
+    for role, content in (("user", "one"), ("assistant", "1"), ("user", "two"), ("assistant", "2")):
+        turns.append({"role": role, "content": content})
+    samples = []
+    for each in (plain, row({"messages": turns})):
+        sample = encoder().encode(each)
+        assert sample is not None
+        samples.append(sample)
+    cache: Any = Cache(samples)
+    decode = tiny_tokenizer().decode
+    first = _row_sample(cache, 0)
+    assert decode(first.prompt_tokens).endswith("<|im_start|>assistant\n")
+    assert decode(first.completion.tokens) == "five<|im_end|>"
+    assert first.prompt_tokens == samples[0].segments[0].tokens.tolist()
+
+    second = _row_sample(cache, 1)
+    assert decode(samples[1].segments[0].tokens).count("<|im_start|>assistant\n") == 2
+    made = _samples_to_episodes(cache, [first, second])
+    made = spec().credited(made, torch.zeros(2), None)
+    targets = [sample.segments[1].target_count for sample in samples]
+    assert made.weight_N.tolist() == targets
+    tokens = torch.tensor([*second.completion.tokens])
+    learned = tokens[made.mask_NM[1, : len(tokens)]]
+    assert decode(learned) == "1<|im_end|>2<|im_end|>"
+
+
+def test_a_row_without_a_completion_is_refused_in_one_line() -> None:
+    question = {"role": "user", "content": "one"}
+    with pytest.raises(DataError, match="has no completion to learn from") as refused:
+        encoder().encode(row({"messages": [question]}))
+    assert "algorithm.on_policy_share" in refused.value.line()
+
+
+def planned(folder: Path, root: Path, **algorithm: Any) -> Plan:
+    """The plan of a run in one process."""
+    root.mkdir()
+    options = {
+        "kind": "gkd",
+        "teacher": {"id": str(folder / "teacher")},
+        "generator": {"kind": "hf", "max_new_tokens": 8},
+        **algorithm,
+    }
+    path = write_config(
+        root, folder / "model", algorithm=options, strategy={"kind": "single"}, launch={"nproc": 1}
+    )
+    return resolve_plan(path, world_size=1)
+
+
+def test_the_teacher_is_planned_and_counted_once(folder: Path, tmp_path: Path) -> None:
+    plan = planned(folder, tmp_path / "run")
+    facts = planning_question(plan).facts
+    held = memory(plan, facts, cluster())
+    teacher = facts.roles["teacher"].parameters
+    assert held.parameters == FP32_BYTES * (facts.parameters + teacher)
+    assert "teacher" not in held.phases
+    assert held.phases["rollout"] > held.parameters
+    assert scoring_flops(plan, facts) > 0
+
+    # It answers in steps, and not in the rollout.
+    alone = replace(facts, roles={})
+    whole = rollout_seconds(plan, facts, cluster())
+    assert whole == rollout_seconds(plan, alone, cluster())
+    half = planned(folder, tmp_path / "half", on_policy_share=0.5)
+    assert rollout_seconds(half, facts, cluster()) <= whole
+
+
+@pytest.mark.parametrize("top_k", [0, 8])
+def test_a_step_is_traced_with_a_teacher_s_numbers(
+    folder: Path, tmp_path: Path, top_k: int
+) -> None:
+    plan = planned(folder, tmp_path / "run", top_k=top_k)
+    batch = plan.config.algorithm.traced_batch(plan, rows=2, length=6, channels=3)
+    model = read_model(folder / "model")
+    outputs = compute_outputs(model, batch, trunk_and_head(model))
+    loss = plan.config.algorithm.build().objective(outputs, batch).loss_sum
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
+def test_without_rewards_none_are_given_and_nothing_is_said_of_them() -> None:
+    with Rewards([], Path()) as rewards:
+        (score,) = rewards.score([EpisodeText("a", "b", 1)])
+    assert np.isnan(score.value)
+    assert not score.applies
+    text = told(START, {**ROLLOUT, "rewards": {}, "failures": {}, "from_rows": 4})[1]
+    assert "rollout for steps up to 3: length 3.0" in text
+    assert "completions of rows 4" in text
+    assert "reward" not in text.partition("seconds")[0]
