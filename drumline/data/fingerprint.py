@@ -50,7 +50,7 @@ _NOT_HASHED = {"set", "weight", "repeats", "cap"}
 # Settings of `data` that change the tokens of a row.
 _TOKEN_SETTINGS = ("max_length", "truncation", "packing", "learn_on", "reasoning")
 # Settings of `data` that decide which rows become samples.
-_ROW_SETTINGS = ("where", "mixed", "duplicates", "decontaminate")
+_ROW_SETTINGS = ("where", "duplicates", "decontaminate")
 _BUILT_IN = (FileSource, HubSource, TasksSource, SqlSource, DigitsSource, SavedSource)
 KEY_DIGITS = 32  # hex digits of a sha256 that name a cache
 # Files of a tokenizer, in any of the formats that transformers loads.
@@ -150,6 +150,7 @@ def _identify_choices(config: Config, sources: list[Source], base_dir: Path) -> 
     """Return what decides which rows of the training data become samples."""
     data = config.data
     parts = {name: getattr(data, name) for name in _ROW_SETTINGS}
+    parts["mixed"] = data.is_mixed
     # Evaluation rows decide which training rows are left out.
     parts["eval"] = []
     if data.decontaminate:

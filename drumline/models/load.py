@@ -252,7 +252,7 @@ def facts(
       heads × head size. This counts all pairs of positions of a row, as if it were one document and
       not causal. Only layers that have attention count.
     - The scans of recurrent layers, see `blocks.scan_flops`.
-    - Of a model with an encoder and a decoder see `seq2seq.of_both_stacks`.
+    - Of a model with an encoder and a decoder see `seq2seq.encoder_decoder_facts`.
     - A vision tower is counted separately, since only image tokens use it. Its attention is left
       out, since it depends on the sizes of images.
 

@@ -244,7 +244,7 @@ def test_the_rollout_that_ends_a_run_is_of_a_step_not_reached() -> None:
     }
     rollouts = Rollouts(**{**values, "decode": str, "prompts": Prompts([{}])})
     sample = Sample(0, [1], Completion([2], [-1.0], True), "words", math.nan)
-    sampled = ScoredSamples([sample] * 2, {}, {})
+    sampled = ScoredSamples([sample] * 2, {"one": math.nan}, {})
     with pytest.raises(TrainingStopped):
         rollouts._check_rewards(2, sampled, 1)
     assert [(event.kind, event.step, event.trained) for event in events] == [
