@@ -250,8 +250,9 @@ def test_a_run_of_two_ranks_with_a_sharded_policy_ends_at_a_stale_head(tmp_path:
     first, second = column(tmp_path / "run", "sampler_gap", "rollout")
     limit = gap_limit(first, "fp32")
 
-    assert 0 < first <= limit
-    assert 0 < second <= limit
+    # Both may compute the same bits, which depends on the processor's kernels.
+    assert 0 <= first <= limit
+    assert 0 <= second <= limit
 
     errors = finished.err.splitlines()
     (line,) = [line for line in errors if "what samples is not the policy" in line]
