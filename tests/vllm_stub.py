@@ -3,6 +3,7 @@
 It checks what it is sent as vLLM's pydantic model would (unknown keys are refused), samples with our own sampler seeded by the request,
 and loads weights from a folder. As vLLM does, it takes a head that is tied to the embedding for a weight of its own as it reloads.
 `break_with`: a path → how it fails there. `ignored`: names of weights that it does not load, after `honest_loads` hand-overs.
+`dies_after`: so many completions are answered, and then it is dead until `restart`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ class StubServer(ThreadingHTTPServer):
         self.honest_loads, self.loads = 0, 0
         self.gate: threading.Barrier | None = None
         self.asked: list[tuple[str, Any]] = []
+        self.dies_after: int | None = None
+        self.is_dead, self.completed = False, 0
+        self.first_state = {name: value.clone() for name, value in model.state_dict().items()}
         self.lock, self.at_once, self.most_at_once = threading.Lock(), 0, 0
 
     @property
@@ -60,6 +64,19 @@ class StubServer(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that gave up is no news."""
+
+    def restart(self) -> None:
+        """Be there again, with the weights that it was first started with."""
+        self.model.load_state_dict(self.first_state)
+        self.dies_after = None
+        self.is_dead = False
+
+    def begin_completion(self) -> None:
+        """Count a completion that is asked for, and die if it is one too many."""
+        with self.lock:
+            if self.completed == self.dies_after:
+                self.is_dead = True
+            self.completed += 1
 
     def bodies(self, path: str) -> list[Any]:
         return [body for asked, body in self.asked if asked == path]
@@ -144,7 +161,9 @@ class Handler(BaseHTTPRequestHandler):
     server: StubServer
 
     def do_GET(self) -> None:
-        if self.path == "/health":
+        if self.server.is_dead:
+            self.cut()
+        elif self.path == "/health":
             self.answer(200, None)
         elif self.path == "/v1/models":
             self.answer(200, {"object": "list", "data": [{"id": "tiny", "max_model_len": 512}]})
@@ -156,8 +175,12 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         with server.lock:
             server.asked.append((self.path, body))
+        if self.path == "/v1/completions":
+            server.begin_completion()
         try:
-            if self.path in server.break_with:
+            if server.is_dead:
+                self.cut()
+            elif self.path in server.break_with:
                 self.answer(200, None)
             elif self.path == "/v1/completions":
                 self.answer(200, server.counted(body))
@@ -191,8 +214,7 @@ class Handler(BaseHTTPRequestHandler):
         elif how == "hang":
             time.sleep(3)
         elif how == "cut":
-            self.close_connection = True
-            return self.connection.close()
+            return self.cut()
         elif isinstance(how, int):
             status, body = how, {"error": {"message": "EngineCore encountered an issue"}}
         elif how is not None:
@@ -208,6 +230,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
+
+    def cut(self) -> None:
+        """Close the connection without an answer."""
+        self.close_connection = True
+        self.connection.close()
 
     def log_message(self, format: str, *args: Any) -> None:
         """Silent."""

@@ -185,25 +185,67 @@ class ContinuousGenerator(_Generator):
     )
 
 
-class VLLMGenerator(_Generator):
-    """vLLM, as a server or as an engine in each rank; it gets new weights before each rollout."""
+Urls = PathText | Annotated[tuple[PathText, ...], Field(min_length=1)]
+_SERVERS = (
+    "http://HOST:PORT of the server, or a list of them. Of several, the one with the fewest requests under way gets the next. If one"
+    " is lost, its requests go to the others; once it is back, it gets the present weights, and then requests."
+)
 
-    kind: Literal["vllm"] = "vllm"
-    url: PathText | None = Field(
-        None,
-        description="http://HOST:PORT of the server; null: an engine in each rank, beside what it trains.",
+
+class ServerGenerator(_Generator):
+    """The base of generators that sample on servers, which get new weights before each rollout."""
+
+    url: Urls | None = Field(None, description=_SERVERS)
+    batch: int = Field(
+        64,
+        gt=0,
+        le=10**6,
+        description="Sequences under way at once, of each rank and on each server.",
     )
-    batch: int = Field(64, gt=0, le=10**6, description="Sequences under way at once, of each rank.")
     timeout_seconds: Seconds = Field(
         600.0, description="url: limit of one request, and of loading weights."
     )
     weights: Literal["none", "folder"] = Field(
         "folder",
-        description="url: folder: write the weights to a folder that the server reads too, and ask it to load them (it must run with"
-        " VLLM_SERVER_DEV_MODE=1); none: it keeps its own.",
+        description="folder: write the weights to a folder that the servers read too, and ask them to load it; none: they keep their own.",
     )
     folder: PathText | None = Field(
         None, description="weights=folder: the folder; null: RUN/rollout-weights."
+    )
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The addresses of the servers; empty without any."""
+        if self.url is None:
+            return ()
+        if isinstance(self.url, str):
+            return (self.url,)
+        return self.url
+
+    @model_validator(mode="after")
+    def _names_servers(self) -> ServerGenerator:
+        for url in self.urls:
+            if not url.startswith(("http://", "https://", "${env:")):
+                raise ValueError("url begins with http:// or https://")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("a server stands twice in url")
+        if self.weights == "none" and self.folder is not None:
+            raise ValueError("folder is of weights: folder")
+        return self
+
+
+class VLLMGenerator(ServerGenerator):
+    """vLLM, as servers or as an engine in each rank; it gets new weights before each rollout."""
+
+    kind: Literal["vllm"] = "vllm"
+    url: Urls | None = Field(
+        None,
+        description=f"{_SERVERS} null: an engine in each rank, beside what it trains.",
+    )
+    weights: Literal["none", "folder"] = Field(
+        "folder",
+        description="url: folder: write the weights to a folder that the servers read too, and ask them to load them (they must run with"
+        " VLLM_SERVER_DEV_MODE=1); none: they keep their own.",
     )
     memory: float = Field(
         0.3,
@@ -214,12 +256,8 @@ class VLLMGenerator(_Generator):
 
     @model_validator(mode="after")
     def _can_be_asked(self) -> VLLMGenerator:
-        if self.url is not None and not self.url.startswith(("http://", "https://", "${env:")):
-            raise ValueError("url begins with http:// or https://")
         if self.url is None and (self.weights == "none" or self.folder is not None):
             raise ValueError("weights and folder are of a server: set url")
-        if self.weights == "none" and self.folder is not None:
-            raise ValueError("folder is of weights: folder")
         if self.temperature != 1 and (self.top_p < 1 or self.top_k > 0):
             raise ValueError(
                 "vLLM tells log-probs before the temperature, or after top_p and top_k too: leave temperature at 1, or top_p and top_k off"

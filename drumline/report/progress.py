@@ -878,6 +878,9 @@ def _rollout_line(event: events.Rollout) -> str:
         parts.append(f"completions of rows {event.from_rows}")
     if event.sampler_gap is not None:
         parts.append(f"sampler off by {event.sampler_gap:.2g} nats")
+    if event.lost_servers:
+        lost = ", ".join(event.lost_servers)
+        parts.append(f"lost: {lost}")
     parts.append(_rollout_seconds(event))
     numbers = " · ".join(parts)
     head = f"rollout for steps up to {event.step}"

@@ -21,7 +21,9 @@ from drumline.rl.generate import (
     VisionPrompts,
     Weights,
 )
-from drumline.rl.vllm import InProcessVLLM, RemoteVLLM, WeightFolder
+from drumline.rl.hand_over import WeightFolder
+from drumline.rl.servers import ServedGenerator, Server
+from drumline.rl.vllm import InProcessVLLM, RemoteVLLM
 
 Refresh = Callable[[Weights], None]
 
@@ -72,7 +74,7 @@ def build_generator(
     if isinstance(config, configs.VLLMGenerator):
         dtype = low_precision or torch.float32
         if config.url is not None:
-            return _vllm_server(config, tokenizer, seed, dtype, files.run_dir)
+            return _servers(config, tokenizer, seed, dtype, files.run_dir)
         assert files.model_path is not None, "a rule refuses it"
         dtype_name = str(dtype).removeprefix("torch.")
         engine = InProcessVLLM(config, tokenizer, seed, files.model_path, dtype_name, files.rows)
@@ -104,12 +106,12 @@ def _has_all_weights_in(model: Any, dtype: torch.dtype) -> bool:
     return dtypes == {dtype}
 
 
-def _vllm_server(
+def _servers(
     config: configs.VLLMGenerator, tokenizer: Any, seed: int, dtype: torch.dtype, run_dir: Path
 ) -> tuple[Generator, Refresh | None]:
-    """Return a client of vLLM's server, and a function that hands the server new weights.
+    """Return a client of servers, and a function that hands the servers new weights.
 
-    The function is None if the config says that the server keeps its own weights.
+    The function is None if the config says that the servers keep their own weights.
     """
     remote = RemoteVLLM(config, tokenizer, seed)
     if config.weights == "none":
@@ -117,7 +119,7 @@ def _vllm_server(
     folder = run_dir / "rollout-weights"
     if config.folder is not None:
         folder = Path(config.folder)
-    return remote, WeightFolder(remote.server, folder.absolute(), dtype).refresh
+    return remote, WeightFolder(remote, folder.absolute(), dtype).refresh
 
 
 def greedy_generator(generator: Any) -> Generator:
@@ -125,13 +127,36 @@ def greedy_generator(generator: Any) -> Generator:
     return _change_options(generator, top_k=1)
 
 
-def probe_generator(generator: Any, new_tokens: int) -> Generator:
-    """Return a generator that uses the same model and samples from the whole distribution.
+def probe_generators(generator: Any, new_tokens: int) -> dict[str, Generator]:
+    """Return generators that use the same model and sample from the whole distribution.
 
-    It keeps the temperature, and has no top-k, no top-p and no stop text.
+    They keep the temperature, and have no top-k, no top-p and no stop text. Of several servers there is
+    one for each that is not lost, in the order of the config: it asks the others only if its own gets
+    lost. The keys are what a message calls them. All ranks get the same number just after a hand-over.
+
     `new_tokens`: the most tokens of a completion.
     """
-    return _change_options(generator, top_k=0, top_p=1.0, stop=(), max_new_tokens=new_tokens)
+    probe = _change_options(generator, top_k=0, top_p=1.0, stop=(), max_new_tokens=new_tokens)
+    servers: list[Server] = []
+    if isinstance(generator, ServedGenerator):
+        servers = generator.pool.servers
+    if len(servers) <= 1:
+        return {"what samples": probe}
+    probes: dict[str, Generator] = {}
+    for server in servers:
+        if server.is_lost:
+            continue
+        probe_of_server = copy.copy(probe)
+        probe_of_server.wanted = server
+        probes[f"what samples at {server.url}"] = probe_of_server
+    return probes
+
+
+def lost_servers(generator: Any) -> dict[str, str]:
+    """Return the url of each server that is lost → why; empty for a generator without servers."""
+    if isinstance(generator, ServedGenerator):
+        return dict(generator.pool.lost)
+    return {}
 
 
 def _change_options(generator: Any, **options: Any) -> Any:

@@ -229,6 +229,8 @@ class Rollouts:
     sample_ahead: Callable[[list[Request], int], DistributedSampling]
     # Compares the sampler with the policy when `sample` and `sample_ahead` give it new weights.
     sampler_check: SamplerCheck
+    # Returns the url of each server that was lost and is not back → why.
+    lost_servers: Callable[[], dict[str, str]]
     rewards: Rewards
     reading: EpisodeReader
     readers: ModelReaders
@@ -865,6 +867,7 @@ class Rollouts:
             shares=shares,
             failures=sampled.failures,
             sampler_gap=sampled.sampler_gap,
+            lost_servers=self.lost_servers(),
             trained=trained,
             **_length_metrics(samples),
             generate_s=self.seconds.get("generate", 0.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from drumline.config import rollouts as configs
 from drumline.data.batches import Episodes
 from drumline.dist.reduce import from_all
 from drumline.errors import TrainingStopped
-from drumline.rl.build import probe_generator
+from drumline.rl.build import probe_generators
 from drumline.rl.generate import WHERE, Completion, Generator, Request, generate_together
 
 # The number of prompts of a probe. With more ranks than this, each rank has one.
@@ -82,8 +83,8 @@ class SamplerCheck:
     """Compares the sampler with the policy each time that the sampler has been given new weights.
 
     The sampler completes fixed prompts, and the policy then reads the same tokens. `gap` is the mean
-    of |log p_sampler − log p_policy| over the completions, in nats, of the last comparison; None
-    before the first. The prompts are random tokens: no policy is sure how they go on, and a log-prob
+    of |log p_sampler − log p_policy| over the completions, in nats, of the last comparison, and of
+    several servers the largest; None before the first. The prompts are random tokens: no policy is sure how they go on, and a log-prob
     near 0 would hardly change with the weights.
 
     A new run takes its first gap as the baseline for all later ones. Even then a server may hold
@@ -143,16 +144,23 @@ class SamplerCheck:
         for number, tokens in enumerate(self.prompts):
             requests.append(Request(tokens, (PROBE, number)))
         new_tokens = min(NEW_TOKENS, self.config.max_new_tokens)
-        completions = generate_together(probe_generator(generator, new_tokens), requests, step=0)
-        # One rank's number decides, since a sum over ranks may differ in its last bit.
-        gap = from_all(self._mean_difference(completions))[0]
+        probes = probe_generators(generator, new_tokens)
+        gaps = []
+        for probe in probes.values():
+            completions = generate_together(probe, requests, step=0)
+            gaps.append(self._mean_difference(completions))
+        # One rank's numbers decide, since a sum over ranks may differ in its last bit.
+        gaps = from_all(gaps)[0]
+        worst = _place_of_largest(gaps)
+        gap = gaps[worst]
         if self.needs_baseline:
             limit = LIMIT_WITHOUT_BASELINE
         else:
             limit = gap_limit(self.baseline, self.precision)
         is_policy = gap <= limit  # False for NaN
         if not is_policy:
-            raise TrainingStopped(self._reason(gap, limit), where=WHERE, fix=self._fix())
+            reason = self._reason(list(probes)[worst], gap, limit)
+            raise TrainingStopped(reason, where=WHERE, fix=self._fix())
         if self.needs_baseline:
             self.baseline = gap
             self.needs_baseline = False
@@ -171,10 +179,10 @@ class SamplerCheck:
             differences.append((sampler_M - policy_M).abs())
         return float(torch.cat(differences).mean())
 
-    def _reason(self, gap: float, limit: float) -> str:
-        """Return why the run is stopped."""
+    def _reason(self, sampler: str, gap: float, limit: float) -> str:
+        """Return why the run is stopped. `sampler`: a key of `probe_generators`."""
         what = (
-            "what samples is not the policy: after it was handed the weights,"
+            f"{sampler} is not the policy: after it was handed the weights,"
             f" its log-probs differ by {gap:.3g} nats on average"
         )
         if self.needs_baseline:
@@ -191,9 +199,17 @@ class SamplerCheck:
         if self.config.url is None:
             return "update vLLM, or use algorithm.generator=hf"
         return (
-            "restart the server, with the run's precision and for this run alone, then --resume;"
+            "restart the servers, with the run's precision and for this run alone, then --resume;"
             " or use algorithm.generator=hf"
         )
+
+
+def _place_of_largest(gaps: list[float]) -> int:
+    """Return the place of the largest gap; NaN counts as larger than any number."""
+    sizes = []
+    for gap in gaps:
+        sizes.append(math.inf if math.isnan(gap) else gap)
+    return sizes.index(max(sizes))
 
 
 def probe_prompts(

@@ -274,6 +274,8 @@ class Rollout(Event, kind="rollout"):
     # Mean difference of log-probs (nats) between the generator and the policy, on a probe after the
     # weights were sent; null if the policy itself samples, or a server keeps its own weights.
     sampler_gap: float | None = None
+    # Address of a server that was lost and is not back yet → why.
+    lost_servers: Mapping[str, str] | None = None
     # Whether steps trained on it. If its rewards end the run, none does and `step` is not reached.
     trained: bool = True
 

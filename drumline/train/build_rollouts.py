@@ -124,6 +124,7 @@ def build_rollouts(
         sample=generate,
         sample_ahead=generate.sample_ahead,
         sampler_check=check,
+        lost_servers=generate.lost_servers,
         rewards=Rewards(spec.rewards, Path(plan.base_dir), spec.reward_workers),
         reading=episode_reader,
         readers=build_scorers(plan, spec, engine, episode_reader, turn_tail(tokenizer), device),

@@ -32,7 +32,7 @@ from drumline.models.scores import language_weights
 from drumline.models.shards import Values
 from drumline.models.tokenizer import load_tokenizer
 from drumline.plan.plan import Plan
-from drumline.rl.build import RolloutFiles, build_generator, greedy_generator
+from drumline.rl.build import RolloutFiles, build_generator, greedy_generator, lost_servers
 from drumline.rl.generate import (
     Completion,
     DistributedSampling,
@@ -101,6 +101,10 @@ class TextGeneration:
             self._current_generator(), requests, step, in_background=True
         )
         return self._background_sampling
+
+    def lost_servers(self) -> dict[str, str]:
+        """Return the url of each server that is lost → why, as this rank knows it."""
+        return lost_servers(self._generator)
 
     def model(self) -> Any:
         """Return the unsharded model with the current weights. Not for generation by vLLM.

@@ -1,5 +1,5 @@
 """A rank of test_rollout_gather: samples its share of the requests and writes down all completions
-that it then has; with the url of a server, by the server."""
+that it then has; with urls of servers, by these servers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def load_model(model_dir: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
 
 
-def vllm(model_dir: str, out: Path, url: str) -> dict[str, Any]:
+def vllm(model_dir: str, out: Path, urls: list[str]) -> dict[str, Any]:
     import torch
 
     from drumline.config import rollouts as c
     from drumline.errors import DrumlineError
-    from drumline.rl.build import RolloutFiles, build_generator
+    from drumline.rl.build import RolloutFiles, build_generator, lost_servers
     from drumline.rl.generate import HFGenerator, Request, generate_together
     from tests.tiny import tiny_tokenizer
 
@@ -33,7 +33,7 @@ def vllm(model_dir: str, out: Path, url: str) -> dict[str, Any]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    config = c.VLLMGenerator(url=url, max_new_tokens=8)
+    config = c.VLLMGenerator(url=urls, max_new_tokens=8)
     files = RolloutFiles(run_dir=out.parent)
     made, refresh = build_generator(config, tokenizer, 3, None, lambda: None, files=files)
     assert refresh is not None
@@ -44,6 +44,9 @@ def vllm(model_dir: str, out: Path, url: str) -> dict[str, Any]:
         "made": [completion.tokens for completion in generate_together(made, requests, step=2)],
         "expected": [completion.tokens for completion in local.generate(requests, 2)],
     }
+    # What each rank knows of the servers after the next hand-over.
+    refresh(model.named_parameters(remove_duplicate=False))
+    found["lost"] = list(lost_servers(made))
     in_the_way = out.parent / "in-the-way"
     in_the_way.write_text("")
     blocked = config.model_copy(update={"folder": str(in_the_way)})
@@ -77,15 +80,15 @@ def sample(model_dir: str) -> dict[str, Any]:
     return found
 
 
-def main(model_dir: str, out: str, url: str | None = None) -> None:
+def main(model_dir: str, out: str, *urls: str) -> None:
     from drumline.dist.start import start, stop
 
     share_groups()
     ranks = start("cpu", "gloo", 60.0)
-    if url is None:
-        found = sample(model_dir)
+    if urls:
+        found = vllm(model_dir, Path(out), list(urls))
     else:
-        found = vllm(model_dir, Path(out), url)
+        found = sample(model_dir)
     Path(f"{out}-{ranks.rank}.json").write_text(json.dumps(found))
     stop()
 

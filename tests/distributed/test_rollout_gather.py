@@ -16,7 +16,7 @@ import pytest
 from drumline.rl.generate import Request, assign_requests
 from tests.distributed.ranks import run_module
 from tests.harness import read_json
-from tests.tiny import tiny_model_dir
+from tests.tiny import read_model, tiny_model_dir
 from tests.vllm_stub import StubServer
 
 
@@ -71,9 +71,22 @@ def test_two_ranks_hand_one_server_their_weights(tmp_path: Path) -> None:
     with StubServer(served) as server:
         run_module("tests.distributed.rollout_worker", [folder, tmp_path / "out", server.url], 2)
         loads = [path for path, _ in server.asked if path != "/v1/completions"]
-        assert loads == ["/collective_rpc", "/reset_prefix_cache"], "once, by rank 0"
+        assert loads == ["/collective_rpc", "/reset_prefix_cache"] * 2, "each time by rank 0 alone"
     first, second = (read_json(tmp_path / f"out-{rank}.json") for rank in range(2))
     assert first["made"] == first["expected"], "by the new weights"
     assert second["made"] == first["made"]
     assert "weights cannot be written" in first["failure"]
     assert "rank 0 could not" in second["failure"]
+
+
+@pytest.mark.slow
+def test_two_ranks_share_what_they_know_of_two_servers(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path / "model")
+    with StubServer(read_model(folder)) as server, StubServer(read_model(folder)) as other:
+        other.dies_after = 1
+        urls = [server.url, other.url]
+        run_module("tests.distributed.rollout_worker", [folder, tmp_path / "out", *urls], 2)
+    first, second = (read_json(tmp_path / f"out-{rank}.json") for rank in range(2))
+    assert first["made"] == first["expected"]
+    assert second["made"] == first["made"]
+    assert first["lost"] == second["lost"] == [other.url]

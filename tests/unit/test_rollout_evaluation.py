@@ -241,6 +241,7 @@ def test_the_rollout_that_ends_a_run_is_of_a_step_not_reached() -> None:
         "plan": SimpleNamespace(steps=9),
         "algorithm": algorithm,
         "emit": events.append,
+        "lost_servers": dict,
     }
     rollouts = Rollouts(**{**values, "decode": str, "prompts": Prompts([{}])})
     sample = Sample(0, [1], Completion([2], [-1.0], True), "words", math.nan)

@@ -22,10 +22,12 @@ from drumline.config import rollouts as c
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
+from drumline.rl import hand_over as hand_overs
 from drumline.rl import vllm
 from drumline.rl.build import RolloutFiles, build_generator, greedy_generator
 from drumline.rl.generate import Completion, HFGenerator, Request, request_seed
-from drumline.rl.vllm import RemoteVLLM, WeightFolder
+from drumline.rl.hand_over import WeightFolder
+from drumline.rl.vllm import RemoteVLLM
 from tests.distributed.ranks import free_port
 from tests.plans import small_config
 from tests.tiny import read_model, tiny_tokenizer
@@ -44,6 +46,10 @@ def server(model: Path) -> Iterator[StubServer]:
 def client(server: StubServer, **options: Any) -> RemoteVLLM:
     config = c.VLLMGenerator(**{"url": server.url, "max_new_tokens": 12, **options})
     return RemoteVLLM(config, tiny_tokenizer(), 7)
+
+
+def model_name(made: RemoteVLLM) -> str:
+    return made.pool.servers[0].model
 
 
 def no_copy() -> Any:
@@ -164,6 +170,8 @@ UNASKABLE: dict[str, dict[str, Any]] = {
     "begins with http": {"url": "localhost:8000"},
     "set url": {"weights": "none"},
     "folder is of weights": {"url": "http://a", "weights": "none", "folder": "x"},
+    "stands twice in url": {"url": ["http://a", "http://b", "http://a"]},
+    "at least 1 item": {"url": []},
 }
 
 
@@ -224,7 +232,7 @@ def test_a_server_that_fails_in_a_rollout_is_one_line(server: StubServer) -> Non
 
     for message, failure in FAILURES.items():
         server.break_with = {"/v1/completions": failure}
-        made.server.timeout_seconds = 0.5 if failure == "hang" else 60
+        made.pool.servers[0].timeout_seconds = 0.5 if failure == "hang" else 60
 
         with pytest.raises(DrumlineError, match=message) as caught:
             made.generate(REQUESTS, 0)
@@ -250,11 +258,11 @@ def test_the_key_comes_from_the_environment(
 
     monkeypatch.setenv("VLLM_API_KEY", "secret")
 
-    assert client(server).model == "tiny"
+    assert model_name(client(server)) == "tiny"
 
     address = server.url.replace("://", "://user:other@")
 
-    assert client(server, url=address).model == "tiny", "the key comes before user:password"
+    assert model_name(client(server, url=address)) == "tiny", "the key comes before user:password"
 
 
 def test_proxies_of_the_environment_are_not_used(
@@ -263,7 +271,7 @@ def test_proxies_of_the_environment_are_not_used(
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
 
-    assert client(server).model == "tiny"
+    assert model_name(client(server)) == "tiny"
 
 
 def change_weights(model: Any, seed: int) -> None:
@@ -277,7 +285,7 @@ def change_weights(model: Any, seed: int) -> None:
 def test_new_weights_reach_the_server_through_a_folder(
     server: StubServer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm, "SHARD_BYTES", 30_000)
+    monkeypatch.setattr(hand_overs, "SHARD_BYTES", 30_000)
     config = c.VLLMGenerator(url=server.url, max_new_tokens=12)
     learned = read_model(model)
     made, refresh = make_generator(config, run_dir=tmp_path)
@@ -307,7 +315,7 @@ def test_weights_that_cannot_be_handed_over_are_one_line(
     weights = list(read_model(model).named_parameters())
 
     def hand_over(to: Path, *more: tuple[str, torch.Tensor]) -> None:
-        WeightFolder(made.server, to, torch.float32).refresh(iter([*weights, *more]))
+        WeightFolder(made, to, torch.float32).refresh(iter([*weights, *more]))
 
     (tmp_path / "file").write_text("")
     message = r"file.*weights cannot be written: .*Not a directory"

@@ -1,0 +1,170 @@
+"""Hand the policy's weights to the servers that sample, through a folder that rank 0 and all servers can read."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from drumline.dist.reduce import from_all
+from drumline.errors import DrumlineError, EnvironmentFault
+from drumline.rl.generate import WHERE, Weights, rank_and_world_size
+from drumline.rl.servers import HEALTH_SECONDS, Server, ServerError, ServerPool
+
+# The most bytes of a file of weights, which rank 0 has in host memory at the same time.
+SHARD_BYTES = 2 * 2**30
+
+
+class LoadsWeights(Protocol):
+    """A generator whose servers can load the weights in a folder."""
+
+    pool: ServerPool
+
+    def load(self, server: Server, folder: Path) -> None:
+        """Have a server load the weights in a folder. Raises what `Server.fault` returns."""
+
+    def describe(self, server: Server, seconds: float | None = None) -> None:
+        """Ask a server anew what it serves. Raises what `Server.fault` returns."""
+
+
+class WeightFolder:
+    """Hands the weights to servers. Rank 0 writes safetensors files, and asks each server to load them.
+
+    A lost server that answers again gets the weights like the others, and only then requests.
+    """
+
+    def __init__(self, generator: LoadsWeights, folder: Path, dtype: torch.dtype) -> None:
+        """`dtype`: the type of floating-point weights in the files."""
+        self.generator = generator
+        self.pool = generator.pool
+        self.folder = folder
+        self.dtype = dtype
+        # How often weights were handed over.
+        self.hand_overs = 0
+
+    def refresh(self, weights: Weights) -> None:
+        """Hand over all weights. Collective; it returns once the servers have them, on all ranks.
+
+        Raises EnvironmentFault if the folder cannot be written, DrumlineError if no server takes the
+        weights, on all ranks. Of the first hand-over all servers must take them.
+        """
+        self._share_losses()
+        failure: DrumlineError | None = None
+        if rank_and_world_size()[0] == 0:
+            failure = self._hand_over(weights)
+        else:
+            for _ in weights:
+                continue
+        self.hand_overs += 1
+        states = [server.state() for server in self.pool.servers]
+        states_of_rank_0, has_failed = from_all((states, failure is not None))[0]
+        if failure is not None:
+            raise failure
+        if has_failed:
+            raise DrumlineError(
+                "rank 0 could not hand over the weights; its log has the reason", where=WHERE
+            )
+        self.pool.set_states(states_of_rank_0)
+
+    def _share_losses(self) -> None:
+        """Take a server that any rank has lost as lost: it may have been restarted. Collective."""
+        servers = self.pool.servers
+        for lost_by_rank in from_all([server.is_lost for server in servers]):
+            for server, is_lost in zip(servers, lost_by_rank, strict=True):
+                if is_lost:
+                    server.mark_lost()
+
+    def _hand_over(self, weights: Weights) -> DrumlineError | None:
+        """Write the weights and have the servers load them.
+
+        Returns why that failed; None if it did not.
+        """
+        # Two folders are used alternately, since a server may still read the previous weights.
+        folder = self.folder / f"{self.hand_overs % 2}"
+        previous_folder = self.folder / f"{(self.hand_overs + 1) % 2}"
+        failure: DrumlineError | None = None
+        # All weights are taken even if a file cannot be written: the iterator is collective, and the
+        # other ranks go on.
+        for number, shard in enumerate(_shards(weights, self.dtype)):
+            if failure is None:
+                failure = self._save(shard, folder, number)
+        if failure is None:
+            failure = self._load_everywhere(folder)
+        if failure is None:
+            # Nothing reads the previous weights any more.
+            shutil.rmtree(previous_folder, ignore_errors=True)
+        return failure
+
+    def _load_everywhere(self, folder: Path) -> DrumlineError | None:
+        """Have all servers load the weights at the same time; those that fail are lost.
+
+        Returns why no server has them, or why one refused them; None if the run can go on.
+        """
+        servers = self.pool.servers
+        with ThreadPoolExecutor(len(servers)) as threads:
+            errors = list(threads.map(lambda server: self._load(server, folder), servers))
+        for server, error in zip(servers, errors, strict=True):
+            if error is None:
+                continue
+            is_mistake = self.hand_overs == 0 or error.is_refusal
+            if is_mistake and not server.is_lost:
+                return error
+            # A lost server stays lost, for this reason.
+            if not self.pool.lose(server, error):
+                return error
+        return None
+
+    def _load(self, server: Server, folder: Path) -> ServerError | None:
+        """Have one server load the weights; a lost one only if it is back.
+
+        Returns why that failed; None if it did not.
+        """
+        try:
+            if server.is_lost:
+                self.generator.describe(server, HEALTH_SECONDS)
+            self.generator.load(server, folder)
+        except ServerError as error:
+            return error
+        server.is_lost = False
+        return None
+
+    def _save(
+        self, shard: dict[str, torch.Tensor], folder: Path, number: int
+    ) -> EnvironmentFault | None:
+        """Write a file of weights. Returns why that failed; None if it did not."""
+        try:
+            # An earlier run, or an attempt that failed, may have left files there.
+            if number == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+            path = folder / f"model-{number + 1:05d}.safetensors"
+            save_file(shard, path, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            return EnvironmentFault(
+                f"weights cannot be written: {error}",
+                where=str(self.folder),
+                fix=f"set {WHERE}.folder to a folder with room",
+            )
+        return None
+
+
+def _shards(weights: Weights, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the weights on the host, in dictionaries of at most SHARD_BYTES, or of one larger tensor."""
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        host_dtype = dtype if tensor.is_floating_point() else None
+        on_host = tensor.detach().to("cpu", host_dtype, copy=True).contiguous()
+        if shard and size + on_host.nbytes > SHARD_BYTES:
+            yield shard
+            shard = {}
+            size = 0
+        shard[name] = on_host
+        size += on_host.nbytes
+    yield shard

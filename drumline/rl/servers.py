@@ -1,0 +1,399 @@
+"""Servers that sample: connections to them, which one gets the next request, and what follows if one is lost.
+
+The module `vllm` knows the paths and the JSON of its server.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import ssl
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, ClassVar, NamedTuple
+
+import httpx2
+
+from drumline.config.rollouts import ServerGenerator as Config
+from drumline.data.targets import end_ids
+from drumline.errors import DrumlineError, EnvironmentFault
+from drumline.foreign import first_line
+from drumline.rl.generate import WHERE, Completion, Request, rank_and_world_size, require_room
+from drumline.system.heartbeat import alive
+from drumline.system.redact import reveal
+
+logger = logging.getLogger(__name__)
+
+# The most characters of a server's error message, and of its answer, that an error shows.
+MOST_MESSAGE = 300
+MOST_ANSWER = 200
+# The most seconds that a lost server is waited for when it is asked whether it is back.
+HEALTH_SECONDS = 10.0
+# HTTP statuses of a server that works and refuses the request, as any other server would.
+REFUSALS = (400, 401, 403, 422)
+
+
+class ServerError(DrumlineError):
+    """A request to a server failed during the run.
+
+    `is_refusal`: the server works and refuses the request. Otherwise another server may answer it.
+    """
+
+    is_refusal = False
+
+
+@dataclass(frozen=True)
+class ServerKind:
+    """What the messages about a kind of server, and its requests, have of their own."""
+
+    # The environment variable that holds the server's key.
+    key_variable: str
+    # How to start it.
+    start: str
+    # What to check if another program seems to listen there.
+    is_it: str
+    # The versions that have the API.
+    needed_version: str
+
+
+class ServerState(NamedTuple):
+    """What rank 0 found out about a server, and all ranks must know."""
+
+    is_lost: bool
+    model: str
+    positions: int | None
+
+
+class Server:
+    """A connection to a server, and the state of that server as this rank sees it.
+
+    Until `mark_found` is called, a failure is an EnvironmentFault: the url or the server is wrong. Later
+    the server has failed during the run, which is a ServerError.
+
+    Proxies are not used, because the server is the cluster's own. A key, if it requires one, is read
+    from `ServerKind.key_variable`. user:password@ in the url is sent as HTTP's basic authentication.
+
+    Attributes:
+        model: The name of the model that requests ask for.
+        positions: The most tokens of a sequence; None: not known.
+        under_way: The number of this rank's requests that the server is working on.
+        is_lost: Whether it failed. It then gets no requests until it has the present weights again.
+        gives_processed_log_probs: See `RemoteVLLM`; None: not measured yet.
+    """
+
+    def __init__(self, kind: ServerKind, url: str, timeout_seconds: float, where: str) -> None:
+        try:
+            address = httpx2.URL(url.rstrip("/"))
+        except httpx2.InvalidURL:
+            # Its text may show a part of user:password.
+            raise EnvironmentFault("this is no URL", where=where, fix="fix the url") from None
+        headers = {}
+        auth = None
+        key = os.environ.get(kind.key_variable)
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        elif address.userinfo:
+            auth = httpx2.BasicAuth(address.username, address.password)
+        # No message may show user:password.
+        self.url = str(address.copy_with(userinfo=b""))
+        self.kind = kind
+        self.timeout_seconds = timeout_seconds
+        self.where = where
+        self.is_found = False
+        self.model = ""
+        self.positions: int | None = None
+        self.under_way = 0
+        self.is_lost = False
+        self.gives_processed_log_probs: bool | None = None
+        # Connections are not kept: the server may close them while a step trains.
+        limits = httpx2.Limits(max_keepalive_connections=0)
+        certificates = ssl.create_default_context()
+        # With a transport of its own, a client takes no proxies from the environment.
+        transport = httpx2.HTTPTransport(verify=certificates, limits=limits)
+        self.client = httpx2.Client(
+            headers=headers, auth=auth, transport=transport, follow_redirects=True
+        )
+
+    def mark_found(self) -> None:
+        """Note that a server of the right kind answers at the url."""
+        self.is_found = True
+
+    def request(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        fixes: dict[int, str] | None = None,
+        seconds: float | None = None,
+    ) -> Any:
+        """Return the JSON that the server answers; None if the answer is empty.
+
+        Args:
+            path: The path below the server's url.
+            body: The JSON of a POST; None: the request is a GET.
+            fixes: HTTP status of an error → how to fix it.
+            seconds: The most that the answer may take; None: `timeout_seconds`.
+
+        Raises what `fault` returns if there is no answer, or if it is an error or no JSON.
+        """
+        content = self.request_text(path, body, fixes, seconds)
+        if not content.strip():
+            return None
+        try:
+            return json.loads(content)
+        except ValueError:
+            method = _method(body)
+            what = f"the answer to {method} {self.url}{path} is no JSON"
+            raise self.fault(what, self.kind.is_it) from None
+
+    def request_text(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        fixes: dict[int, str] | None = None,
+        seconds: float | None = None,
+    ) -> str:
+        """Return the text that the server answers. Otherwise like `request`."""
+        method = _method(body)
+        address = f"{self.url}{path}"
+        what = f"{method} {address}"
+        timeout = seconds or self.timeout_seconds
+        # The answer may take as long as the timeout; meanwhile the watcher must not take this rank for
+        # hung.
+        alive(2 * timeout)
+        try:
+            answer = self.client.request(method, address, json=body, timeout=timeout)
+        except httpx2.TimeoutException:
+            raise self.fault(
+                f"{what} took longer than {timeout:g} s", "raise timeout_seconds"
+            ) from None
+        except httpx2.RequestError as error:
+            raise self.fault(
+                f"{what}: {first_line(error)}", f"{self.kind.start}, or fix the url"
+            ) from None
+        status = answer.status_code
+        if not answer.is_success:
+            fix = (fixes or {}).get(status)
+            message = f"{what} was answered {status}: {_reason(answer)}"
+            raise self.fault(message, fix, is_refusal=status in REFUSALS)
+        return answer.text
+
+    def fault(self, what: str, fix: str | None = None, is_refusal: bool = False) -> DrumlineError:
+        """Return the error for a failure: EnvironmentFault before `mark_found`, else ServerError."""
+        if not self.is_found:
+            return EnvironmentFault(what, where=self.where, fix=fix)
+        error = ServerError(what, where=self.where, fix=fix)
+        error.is_refusal = is_refusal
+        return error
+
+    def state(self) -> ServerState:
+        """Return what other ranks must know of the server."""
+        return ServerState(self.is_lost, self.model, self.positions)
+
+    def set_state(self, state: ServerState) -> None:
+        """Take over what rank 0 knows of the server."""
+        if state.is_lost:
+            self.mark_lost()
+        self.is_lost, self.model, self.positions = state
+
+    def mark_lost(self) -> None:
+        """Note that the server is lost. If it comes back, it may have other options."""
+        self.is_lost = True
+        self.gives_processed_log_probs = None
+
+
+def _method(body: dict[str, Any] | None) -> str:
+    """Return the method of a request with this body."""
+    if body is None:
+        return "GET"
+    return "POST"
+
+
+def _reason(answer: httpx2.Response) -> str:
+    """Return the message in the body of an error, in vLLM's form or another."""
+    text = answer.text.strip()
+    try:
+        message = json.loads(text)
+    except ValueError:
+        return text[:MOST_MESSAGE] or answer.reason_phrase
+    if isinstance(message, dict):
+        message = message.get("error", message.get("detail", message))
+    if isinstance(message, dict):
+        message = message.get("message", message)
+    return str(message)[:MOST_MESSAGE]
+
+
+class ServerPool:
+    """The servers of a run, as one rank sees them; several threads use it at the same time.
+
+    A request goes to the server with the fewest requests under way. Of several such the first is taken,
+    counted from a place that differs by rank, so that ranks do not all begin with the same server.
+    """
+
+    def __init__(self, servers: Sequence[Server]) -> None:
+        first = rank_and_world_size()[0] % len(servers)
+        # In the order of the config, the same on all ranks.
+        self.servers = list(servers)
+        self.by_preference = [*servers[first:], *servers[:first]]
+        # The url of each server that is lost → why.
+        self.lost: dict[str, str] = {}
+        self._lock = Lock()
+
+    def take(self, wanted: Server | None = None) -> Server:
+        """Return the server that gets the next request, which then counts as under way.
+
+        `wanted`: the server to take if it is not lost; None: the one with the fewest requests.
+        """
+        with self._lock:
+            chosen = wanted
+            if chosen is None or chosen.is_lost:
+                working = [server for server in self.by_preference if not server.is_lost]
+                # `min` returns the first of several.
+                chosen = min(working, key=lambda server: server.under_way)
+            chosen.under_way += 1
+        return chosen
+
+    def release(self, server: Server) -> None:
+        """Note that a request is not under way any more."""
+        with self._lock:
+            server.under_way -= 1
+
+    def lose(self, server: Server, error: DrumlineError) -> bool:
+        """Take a server out after an error; return False if no other is left.
+
+        The last one stays in, so that a run with one server fails with the error itself.
+        """
+        with self._lock:
+            others = [each for each in self.servers if not each.is_lost and each is not server]
+            if not others:
+                return False
+            if not server.is_lost:
+                server.mark_lost()
+                logger.warning("%s: a server is lost, the others go on: %s", WHERE, error.what)
+            self.lost[server.url] = error.what
+        return True
+
+    def set_states(self, states: Sequence[ServerState]) -> None:
+        """Take over what rank 0 knows of all servers, in the order of the config."""
+        with self._lock:
+            for server, state in zip(self.servers, states, strict=True):
+                server.set_state(state)
+                if state.is_lost:
+                    self.lost.setdefault(server.url, "rank 0 has lost it")
+                else:
+                    self.lost.pop(server.url, None)
+
+
+class ServedGenerator:
+    """The base of generators that sample on servers, `config.batch` requests at a time on each.
+
+    If a server fails, it is named and taken out, and its requests are sent to the others. Random
+    numbers are seeded for each request, so the completions stay the same.
+    """
+
+    kind: ClassVar[ServerKind]
+
+    def __init__(self, config: Config, tokenizer: Any, seed: int) -> None:
+        """Raises EnvironmentFault if one of `config.urls` has no healthy server of this kind."""
+        self.config = config
+        self.seed = seed
+        self.end_tokens = sorted(end_ids(tokenizer))
+        # The server to ask for as long as it is not lost; None: the one with the fewest requests.
+        self.wanted: Server | None = None
+        where = f"{WHERE}.url"
+        servers = []
+        for url in config.urls:
+            server = Server(self.kind, reveal(url, where), config.timeout_seconds, where)
+            self.describe(server)
+            server.mark_found()
+            servers.append(server)
+        self.pool = ServerPool(servers)
+
+    @property
+    def positions(self) -> int | None:
+        """The most tokens of a sequence that all servers take; None: not known."""
+        known = [server.positions for server in self.pool.servers if server.positions is not None]
+        return min(known, default=None)
+
+    def generate(self, requests: list[Request], step: int) -> list[Completion]:
+        """Return a completion for each request. The first failure cancels requests not yet sent.
+
+        Raises DataError and PlanError as other generators do, and DrumlineError if the last server
+        fails, or one refuses a request.
+        """
+        require_room(requests, self.config.max_new_tokens, self.positions)
+        if not requests:
+            return []
+        if self.config.weights == "none":
+            self._readmit_servers()
+        self._check_servers(requests[0])
+        with ThreadPoolExecutor(self.config.batch * len(self.pool.servers)) as threads:
+            answers = []
+            for request in requests:
+                answers.append(threads.submit(self._complete, request, step))
+            try:
+                return [answer.result() for answer in answers]
+            except DrumlineError:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _complete(self, request: Request, step: int) -> Completion:
+        """Return the completion of a request, by the first server that gives one."""
+        while True:
+            server = self.pool.take(self.wanted)
+            try:
+                return self.complete(server, request, step)
+            except ServerError as error:
+                if error.is_refusal or not self.pool.lose(server, error):
+                    raise
+            finally:
+                self.pool.release(server)
+
+    def _check_servers(self, request: Request) -> None:
+        """Check each server that is not lost, see `check`."""
+        for server in self.pool.servers:
+            if server.is_lost:
+                continue
+            try:
+                self.check(server, request)
+            except ServerError as error:
+                if error.is_refusal or not self.pool.lose(server, error):
+                    raise
+
+    def _readmit_servers(self) -> None:
+        """Let lost servers that are back have requests again. They keep their own weights."""
+        states = []
+        for server in self.pool.servers:
+            state = server.state()
+            if server.is_lost and self._is_back(server):
+                state = server.state()._replace(is_lost=False)
+            states.append(state)
+        self.pool.set_states(states)
+
+    def _is_back(self, server: Server) -> bool:
+        """Return whether a lost server answers again. It is then described anew."""
+        try:
+            self.describe(server, HEALTH_SECONDS)
+        except ServerError:
+            return False
+        return True
+
+    def describe(self, server: Server, seconds: float | None = None) -> None:
+        """Set `model` and `positions` of a server. Raises what `Server.fault` returns.
+
+        `seconds`: the most that each answer may take; None: `timeout_seconds`.
+        """
+        raise NotImplementedError
+
+    def check(self, server: Server, request: Request) -> None:
+        """Check that a server gives the log-probs that are needed; it is asked only once.
+
+        `request`: any. Raises ServerError, a refusal if they are others.
+        """
+        raise NotImplementedError
+
+    def complete(self, server: Server, request: Request, step: int) -> Completion:
+        """Return a server's completion. Raises ServerError if it gives no whole one."""
+        raise NotImplementedError

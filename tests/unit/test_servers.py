@@ -1,0 +1,326 @@
+"""Several servers that sample: which one gets a request, and what a run does when one is lost and when it is back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.config import rollouts as c
+from drumline.config.load import load_text
+from drumline.data.batches import Episodes
+from drumline.errors import DrumlineError, EnvironmentFault, TrainingStopped
+from drumline.rl.build import lost_servers
+from drumline.rl.sampler_check import SamplerCheck, probe_prompts
+from drumline.rl.servers import Server, ServerPool
+from drumline.rl.vllm import RemoteVLLM
+from drumline.system.redact import reveal
+from tests.distributed.ranks import free_port
+from tests.harness import column, drumline, write_config
+from tests.tiny import read_model, tiny_model_dir, tiny_tokenizer
+from tests.unit.report_runs import story
+from tests.unit.test_report_progress import START, told
+from tests.unit.test_sampler_check import completion_log_probs
+from tests.unit.test_vllm import (
+    REQUESTS,
+    assert_same,
+    change_weights,
+    make_generator,
+    sample_here,
+)
+from tests.vllm_stub import StubServer
+
+
+@pytest.fixture
+def servers(model: Path) -> Iterator[list[StubServer]]:
+    with StubServer(read_model(model)) as first, StubServer(read_model(model)) as second:
+        yield [first, second]
+
+
+def config_of(servers: list[StubServer], **options: Any) -> c.VLLMGenerator:
+    urls = [server.url for server in servers]
+    return c.VLLMGenerator(**{"url": urls, "max_new_tokens": 12, **options})
+
+
+def client(servers: list[StubServer], **options: Any) -> RemoteVLLM:
+    return RemoteVLLM(config_of(servers, **options), tiny_tokenizer(), 7)
+
+
+def paths(server: StubServer) -> list[str]:
+    return [path for path, _ in server.asked]
+
+
+def test_the_server_with_the_fewest_requests_gets_the_next() -> None:
+    first, second, third = (
+        Server(RemoteVLLM.kind, f"http://{name}", 1.0, "url") for name in ("a", "b", "c")
+    )
+    pool = ServerPool([first, second, third])
+
+    assert [pool.take() for _ in range(4)] == [first, second, third, first]
+
+    pool.release(second)
+
+    assert pool.take() is second
+    assert pool.take() is second
+    assert pool.take(wanted=first) is first
+
+    error = DrumlineError("gone")
+
+    assert pool.lose(third, error) is True
+    assert [pool.take() for _ in range(2)] == [second, first]
+    assert pool.take(wanted=third) is second, "one that is lost is not asked"
+    assert pool.lose(first, error) is True
+    assert pool.lose(second, error) is False, "the last one stays"
+    assert pool.take() is second
+    assert pool.lost == {"http://c": "gone", "http://a": "gone"}
+
+
+@pytest.mark.slow
+def test_both_servers_work_at_the_same_time(servers: list[StubServer], model: Path) -> None:
+    made = client(servers, batch=2)
+
+    for server in servers:
+        # None is answered before each server has two.
+        server.gate = threading.Barrier(2, timeout=60)
+
+    assert_same(made.generate(REQUESTS[:4], 3), sample_here(read_model(model), 3)[:4])
+
+    for server in servers:
+        assert server.most_at_once == 2
+
+
+@pytest.mark.slow
+@pytest.mark.claim("a server that dies in a rollout changes no completion")
+@pytest.mark.parametrize("batch", [1, 4])
+def test_requests_of_a_server_that_dies_are_sent_to_the_others(
+    servers: list[StubServer], model: Path, batch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = client(servers, batch=batch)
+    first, second = servers
+    first.dies_after = 1
+
+    assert_same(made.generate(REQUESTS, 3), sample_here(read_model(model), 3))
+
+    assert list(lost_servers(made)) == [first.url]
+    assert "a server is lost, the others go on" in caplog.text
+    assert first.url in caplog.text
+
+    before = len(first.asked)
+
+    assert_same(made.generate(REQUESTS, 4), sample_here(read_model(model), 4))
+    assert len(first.asked) == before
+
+    second.is_dead = True
+
+    with pytest.raises(DrumlineError, match=rf"{second.url}/v1/completions: .*start it with"):
+        made.generate(REQUESTS, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failure", [500, "hang", {"choices": []}], ids=str)
+def test_a_server_that_hangs_or_answers_nonsense_is_lost_too(
+    servers: list[StubServer], model: Path, failure: Any
+) -> None:
+    made = client(servers)
+    made.pool.servers[0].timeout_seconds = 0.5
+    servers[0].break_with = {"/v1/completions": failure}
+
+    assert_same(made.generate(REQUESTS, 3), sample_here(read_model(model), 3))
+    assert list(lost_servers(made)) == [servers[0].url]
+
+
+def test_a_request_that_a_server_refuses_is_no_loss(servers: list[StubServer]) -> None:
+    made = client(servers)
+    servers[0].break_with = {"/v1/completions": 400}
+
+    with pytest.raises(DrumlineError, match="answered 400"):
+        made.generate(REQUESTS, 3)
+
+    assert lost_servers(made) == {}
+
+
+@pytest.mark.slow
+def test_a_server_that_is_back_gets_the_weights_and_then_requests(
+    servers: list[StubServer], model: Path, tmp_path: Path
+) -> None:
+    first, second = servers
+    learned = read_model(model)
+    made, refresh = make_generator(config_of(servers, batch=2), run_dir=tmp_path)
+
+    def roll_out(turn: int) -> None:
+        change_weights(learned, turn)
+        refresh(learned.named_parameters(remove_duplicate=False))
+        assert_same(made.generate(REQUESTS, turn), sample_here(learned, turn))
+
+    roll_out(0)
+
+    assert "/v1/completions" in paths(first)
+    assert "/v1/completions" in paths(second)
+
+    first.is_dead = True
+    roll_out(1)
+    roll_out(2)
+
+    assert list(lost_servers(made)) == [first.url]
+
+    first.restart()
+    first.asked.clear()
+    roll_out(3)
+
+    assert lost_servers(made) == {}
+    assert paths(first)[:3] == ["/collective_rpc", "/reset_prefix_cache", "/v1/completions"]
+
+    # It was restarted without the option that lets it load weights: it stays out.
+    second.is_dead = True
+    roll_out(4)
+    second.restart()
+    second.break_with = {"/collective_rpc": 404}
+    roll_out(5)
+
+    assert "answered 404" in lost_servers(made)[second.url]
+
+    first.break_with = {"/collective_rpc": 500}
+
+    with pytest.raises(DrumlineError, match=rf"{first.url}/collective_rpc was answered 500"):
+        roll_out(6)
+
+
+@pytest.mark.slow
+def test_servers_that_keep_their_weights_get_requests_as_soon_as_they_are_back(
+    servers: list[StubServer], model: Path
+) -> None:
+    made, refresh = make_generator(config_of(servers, weights="none"))
+
+    assert refresh is None
+
+    servers[0].is_dead = True
+    made.generate(REQUESTS, 1)
+
+    assert list(lost_servers(made)) == [servers[0].url]
+
+    servers[0].restart()
+
+    assert_same(made.generate(REQUESTS, 2), sample_here(read_model(model), 2))
+    assert lost_servers(made) == {}
+
+
+def test_all_servers_must_be_there_at_the_start(
+    servers: list[StubServer], model: Path, tmp_path: Path
+) -> None:
+    missing = f"http://127.0.0.1:{free_port()}"
+
+    with pytest.raises(EnvironmentFault, match=rf"url: GET {missing}/health: "):
+        client(servers, url=[servers[0].url, missing])
+
+    _, refresh = make_generator(config_of(servers), run_dir=tmp_path)
+    servers[1].break_with = {"/collective_rpc": 404}
+
+    with pytest.raises(DrumlineError, match="VLLM_SERVER_DEV_MODE=1"):
+        refresh(read_model(model).named_parameters())
+
+
+def test_each_server_is_checked_for_its_log_probs(servers: list[StubServer]) -> None:
+    servers[1].processed = True
+
+    with pytest.raises(DrumlineError, match=rf"{servers[1].url} does not give"):
+        client(servers, top_p=0.9).generate(REQUESTS, 0)
+
+
+@pytest.mark.slow
+def test_each_server_is_compared_with_the_policy(
+    servers: list[StubServer], model: Path, tmp_path: Path
+) -> None:
+    learned = read_model(model)
+    tokenizer = tiny_tokenizer()
+    config = config_of(servers)
+
+    def read(episodes: Episodes) -> Any:
+        return completion_log_probs(learned, episodes, False)
+
+    made, refresh = make_generator(config, run_dir=tmp_path)
+    prompts = probe_prompts(tokenizer, {0, 1, 2}, 1, 96, config)
+    check = SamplerCheck(config, read, prompts, "fp32", is_new=True)
+
+    def hand_over(turn: int) -> None:
+        change_weights(learned, turn)
+        refresh(learned.named_parameters(remove_duplicate=False))
+        check.compare(made)
+
+    hand_over(0)
+    hand_over(1)
+    servers[0].is_dead = True
+    hand_over(2)
+    servers[1].ignored = {"lm_head.weight"}
+
+    stale = rf"what samples at {servers[1].url} is not the policy"
+
+    with pytest.raises(TrainingStopped, match=stale):
+        hand_over(3)
+
+    servers[0].restart()
+
+    with pytest.raises(TrainingStopped, match=stale):
+        hand_over(4)
+
+
+def test_addresses_in_a_list_may_have_passwords() -> None:
+    text = (
+        "data: {train: x.jsonl}\n"
+        "algorithm: {kind: grpo, generator: {kind: vllm, url: ['http://a:1', 'http://me:hunter2@b:1']}}\n"
+    )
+    generator: Any = load_text(text, []).algorithm.generator  # type: ignore[attr-defined]
+
+    assert generator.urls[0] == "http://a:1"
+    assert "hunter2" not in generator.urls[1]
+    assert reveal(generator.urls[1], "url") == "http://me:hunter2@b:1"
+
+
+def test_a_lost_server_is_named_while_a_run_goes_on() -> None:
+    event = next(event for event in story(20) if event.kind == "rollout")
+    rollout = {**vars(event), "kind": "rollout", "lost_servers": {"http://b:1": "reset"}}
+    del rollout["metrics"]
+
+    assert "lost: http://b:1" in told(START, rollout)[1]
+
+    rollout["lost_servers"] = {}
+
+    assert "lost" not in told(START, rollout)[1]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_same_numbers_when_a_server_dies(tmp_path: Path) -> None:
+    model = tiny_model_dir(tmp_path / "model")
+
+    def train(name: str, servers: list[StubServer]) -> Path:
+        urls = [server.url for server in servers]
+        sampler = {"kind": "vllm", "url": urls, "max_new_tokens": 6}
+        reward = {"kind": "regex", "pattern": "[aeiou]", "full": False}
+        grpo = {"kind": "grpo", "group_size": 4, "generator": sampler, "rewards": [reward]}
+        folder = tmp_path / name
+        folder.mkdir()
+        config = write_config(
+            folder,
+            model,
+            algorithm=grpo,
+            batch={"global_samples": 8, "micro_batch": 4},
+            run={"steps": 3},
+            data={"eval": []},
+        )
+        finished = drumline("train", config)
+        assert finished.code == 0, finished.out + finished.err
+        return folder / "run"
+
+    with StubServer(read_model(model)) as one:
+        alone = train("one", [one])
+
+    with StubServer(read_model(model)) as one, StubServer(read_model(model)) as other:
+        # The probe has 8 prompts for each server, and a rollout 8 episodes.
+        other.dies_after = 10
+        both = train("two", [one, other])
+
+    assert column(both, "loss") == pytest.approx(column(alone, "loss"), abs=1e-6)
+    assert list(column(both, "lost_servers", "rollout")[-1]) == [other.url]
+    assert column(alone, "lost_servers", "rollout") == [{}, {}, {}]
