@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from drumline.engine.engine import DeviceSums, Extract, Sums
+from drumline.engine.engine import DeviceSums, Extract, IsWanted, Sums, is_any
 from drumline.telemetry.memory_tracker import MemoryStats
 
 
@@ -50,8 +50,9 @@ class FakeEngine:
     ) -> list[torch.Tensor]:
         return [extract(self.weight, batch) for batch in micro_batches]
 
-    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "weight", self.weight
+    def whole_weights(self, is_wanted: IsWanted = is_any) -> Iterator[tuple[str, torch.Tensor]]:
+        if is_wanted("weight"):
+            yield "weight", self.weight
 
     def unsharded_model(self) -> None:
         return None

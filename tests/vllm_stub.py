@@ -30,8 +30,13 @@ FIELDS = {
 }  # fmt: skip
 
 
+NOT_FOUND = (404, {"detail": "Not Found"})
+
+
 class StubServer(ThreadingHTTPServer):
     daemon_threads = True
+    # The path that is asked for completions.
+    completions = "/v1/completions"
 
     def __init__(self, model: Any, processed: bool = False, key: str | None = None) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -45,6 +50,11 @@ class StubServer(ThreadingHTTPServer):
         self.asked: list[tuple[str, Any]] = []
         self.dies_after: int | None = None
         self.is_dead, self.completed = False, 0
+        # Whether it runs with VLLM_ALLOW_RUNTIME_LORA_UPDATING and --enable-lora, and its --max-lora-rank.
+        self.takes_adapters, self.max_rank = True, 16
+        # Name of an adapter → name of a weight → what it adds to that. As with vLLM's --max-loras 1, the engine has the last one alone.
+        self.adapters: dict[str, dict[str, torch.Tensor]] = {}
+        self.resident: str | None = None
         self.first_state = {name: value.clone() for name, value in model.state_dict().items()}
         self.lock, self.at_once, self.most_at_once = threading.Lock(), 0, 0
 
@@ -70,6 +80,7 @@ class StubServer(ThreadingHTTPServer):
         self.model.load_state_dict(self.first_state)
         self.dies_after = None
         self.is_dead = False
+        self.adapters, self.resident = {}, None
 
     def begin_completion(self) -> None:
         """Count a completion that is asked for, and die if it is one too many."""
@@ -77,6 +88,39 @@ class StubServer(ThreadingHTTPServer):
             if self.completed == self.dies_after:
                 self.is_dead = True
             self.completed += 1
+
+    def get(self, path: str) -> tuple[int, Any]:
+        """Return the status and the answer to a GET."""
+        if path == "/health":
+            return 200, None
+        if path == "/v1/models":
+            models: list[Any] = [{"id": "tiny", "max_model_len": 512}]
+            models += [{"id": name, "parent": "tiny"} for name in self.adapters]
+            return 200, {"object": "list", "data": models}
+        return NOT_FOUND
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        """Return the status and the answer to a POST."""
+        if path == self.completions:
+            return self.answer_completion(body)
+        if path == "/collective_rpc":
+            assert body["method"] == "reload_weights", body
+            self.load(body["kwargs"]["weights_path"])
+            return 200, {"results": [None]}
+        if path == "/reset_prefix_cache":
+            return 200, None
+        if path == "/v1/load_lora_adapter" and self.takes_adapters:
+            self.load_adapter(body["lora_name"], body["lora_path"])
+            return 200, f"Success: LoRA adapter '{body['lora_name']}' added successfully."
+        if path == "/v1/unload_lora_adapter" and self.takes_adapters:
+            self.unload_adapter(body["lora_name"])
+            return 200, f"Success: LoRA adapter '{body['lora_name']}' removed successfully."
+        return NOT_FOUND
+
+    def answer_completion(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if body["model"] not in ("tiny", *self.adapters):
+            return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+        return 200, self.counted(body)
 
     def bodies(self, path: str) -> list[Any]:
         return [body for asked, body in self.asked if asked == path]
@@ -105,7 +149,7 @@ class StubServer(ThreadingHTTPServer):
         ended = False
         while len(tokens) < body["max_tokens"] and not ended:
             with self.lock:
-                logits = self.model(torch.tensor([body["prompt"] + tokens])).logits[:, -1]
+                logits = self.run(body["model"], body["prompt"] + tokens)
             allowed = logits
             if (
                 "allowed_token_ids" in body
@@ -142,8 +186,46 @@ class StubServer(ThreadingHTTPServer):
             ]
         }
 
-    def load(self, kwargs: dict[str, Any]) -> None:
-        folder = Path(kwargs["weights_path"])
+    def run(self, name: str, tokens: list[int]) -> torch.Tensor:
+        """The last logits of the model, with an adapter if it is asked for by the name of one."""
+        weights = {}
+        for path, product in self.adapters.get(name, {}).items():
+            weights[path] = self.model.get_parameter(path) + product
+        out = torch.func.functional_call(self.model, weights, (torch.tensor([tokens]),))
+        return out.logits[:, -1]
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Read PEFT's files as vllm/lora/peft_helper.py and lora_model.py do."""
+        assert name not in self.adapters, f"The lora adapter '{name}' has already been loaded"
+        folder = Path(path)
+        options = json.loads((folder / "adapter_config.json").read_text())
+        assert not options["use_dora"] and not options["modules_to_save"], options
+        assert options["r"] <= self.max_rank, (
+            f"LoRA rank {options['r']} is greater than max_lora_rank {self.max_rank}"
+        )
+        scale = options["lora_alpha"] / (
+            options["r"] ** 0.5 if options["use_rslora"] else options["r"]
+        )
+        tensors = load_file(folder / "adapter_model.safetensors")
+        products = {}
+        for key, first in tensors.items():
+            assert key.startswith("base_model.model.") and key.endswith(
+                (".lora_A.weight", ".lora_B.weight")
+            ), key
+            if key.endswith(".lora_A.weight"):
+                module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                second = tensors[key.replace(".lora_A.", ".lora_B.")]
+                products[f"{module}.weight"] = scale * second @ first
+        self.adapters[name] = products
+        self.resident = name
+
+    def unload_adapter(self, name: str) -> None:
+        assert self.resident == name, f"Failed to remove lora adapter '{name}' from the engine."
+        del self.adapters[name]
+        self.resident = None
+
+    def load(self, path: str) -> None:
+        folder = Path(path)
         files = sorted(folder.glob("*.safetensors"))
         assert files, "Cannot find any model weights"
         state = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -163,46 +245,27 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.server.is_dead:
             self.cut()
-        elif self.path == "/health":
-            self.answer(200, None)
-        elif self.path == "/v1/models":
-            self.answer(200, {"object": "list", "data": [{"id": "tiny", "max_model_len": 512}]})
         else:
-            self.answer(404, {"detail": "Not Found"})
+            self.answer(*self.server.get(self.path))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server = self.server
         with server.lock:
             server.asked.append((self.path, body))
-        if self.path == "/v1/completions":
+        if self.path == server.completions:
             server.begin_completion()
-        try:
-            if server.is_dead:
-                self.cut()
-            elif self.path in server.break_with:
-                self.answer(200, None)
-            elif self.path == "/v1/completions":
-                self.answer(200, server.counted(body))
-            elif self.path == "/collective_rpc":
-                assert body["method"] == "reload_weights", body
-                server.load(body["kwargs"])
-                self.answer(200, {"results": [None]})
-            elif self.path == "/reset_prefix_cache":
-                self.answer(200, None)
-            else:
-                self.answer(404, {"detail": "Not Found"})
-        except (AssertionError, KeyError) as error:
-            self.answer(
-                400,
-                {
-                    "error": {
-                        "message": f"{type(error).__name__}: {error}",
-                        "type": "BadRequestError",
-                        "code": 400,
-                    }
-                },
-            )
+        if server.is_dead:
+            self.cut()
+        elif self.path in server.break_with:
+            self.answer(200, None)
+        else:
+            try:
+                status, answer = server.post(self.path, body)
+            except (AssertionError, KeyError, OSError) as error:
+                message = f"{type(error).__name__}: {error}"
+                status, answer = 400, {"error": {"message": message, "type": "BadRequestError"}}
+            self.answer(status, answer)
 
     def answer(self, status: int, body: Any) -> None:
         how = self.server.break_with.get(self.path)

@@ -132,6 +132,7 @@ class PolicyGradient(Algorithm):
         sums |= self._policy_sums(
             loss_sum, log_ratio_BT, token_loss.is_clipped_BT, entropy_BT, batch
         )
+        sums |= self._sampler_sums(old_BT, batch)
         if spec.entropy_weight:
             entropy_sum = (entropy_BT * weights_BT).sum()
             loss_sum = loss_sum - spec.entropy_weight * entropy_sum
@@ -175,6 +176,19 @@ class PolicyGradient(Algorithm):
             "approx_kl": sum_where(counts_BT, approx_kl_BT),
         }
 
+    def _sampler_sums(self, old_BT: torch.Tensor, batch: EpisodeBatch) -> Sums:
+        """Return sums over tokens of how far the sampler is from the policy that it sampled for.
+
+        `old_BT`: log π_old. The log-ratio is log π_old − log π_sampler.
+        """
+        is_token_BT = batch.targets_BT != IGNORE
+        counts_BT = is_token_BT & (batch.weights_BT > 0)
+        log_ratio_BT = torch.where(counts_BT, old_BT - batch.sampler_log_probs_BT, 0.0)
+        return {
+            "sampler_log_ratio": log_ratio_BT.sum(),
+            "max_sampler_log_ratio": log_ratio_BT.abs().amax(),
+        }
+
     def surrogate(
         self,
         log_ratio_BT: torch.Tensor,
@@ -199,7 +213,8 @@ class PolicyGradient(Algorithm):
 
         The means are of the ratio ρ (also its largest value), the share of clipped tokens, the
         entropy, the KL from the rollout's policy, and the KL from the reference if there is one. The
-        last three are in nats.
+        last three are in nats. `sampler_log_ratio` is the mean of log π_old/π_sampler over tokens, and
+        `sampler_log_ratio_max` its largest absolute value, both in nats: 0 if the policy itself samples.
         """
         tokens = max(1.0, sums["tokens"])
         metrics = {
@@ -209,6 +224,8 @@ class PolicyGradient(Algorithm):
             "clip_fraction": sums["clipped"] / tokens,
             "entropy": sums["entropy"] / tokens,
             "approx_kl": sums["approx_kl"] / tokens,
+            "sampler_log_ratio": sums["sampler_log_ratio"] / tokens,
+            "sampler_log_ratio_max": sums["max_sampler_log_ratio"],
         }
         if "kl" in sums:
             metrics["kl"] = sums["kl"] / tokens

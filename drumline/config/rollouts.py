@@ -205,12 +205,12 @@ class ServerGenerator(_Generator):
     timeout_seconds: Seconds = Field(
         600.0, description="url: limit of one request, and of loading weights."
     )
-    weights: Literal["none", "folder"] = Field(
+    weights: Literal["none", "folder", "adapter"] = Field(
         "folder",
         description="folder: write the weights to a folder that the servers read too, and ask them to load it; none: they keep their own.",
     )
     folder: PathText | None = Field(
-        None, description="weights=folder: the folder; null: RUN/rollout-weights."
+        None, description="The folder that the weights are written to; null: RUN/rollout-weights."
     )
 
     @property
@@ -230,7 +230,7 @@ class ServerGenerator(_Generator):
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("a server stands twice in url")
         if self.weights == "none" and self.folder is not None:
-            raise ValueError("folder is of weights: folder")
+            raise ValueError("folder is where weights are written: take it out, or set weights")
         return self
 
 
@@ -242,10 +242,11 @@ class VLLMGenerator(ServerGenerator):
         None,
         description=f"{_SERVERS} null: an engine in each rank, beside what it trains.",
     )
-    weights: Literal["none", "folder"] = Field(
+    weights: Literal["none", "folder", "adapter"] = Field(
         "folder",
         description="url: folder: write the weights to a folder that the servers read too, and ask them to load them (they must run with"
-        " VLLM_SERVER_DEV_MODE=1); none: they keep their own.",
+        " VLLM_SERVER_DEV_MODE=1); adapter: the same, of a LoRA adapter alone (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and"
+        " --max-lora-rank; tested against a stand-in for vLLM); none: they keep their own.",
     )
     memory: float = Field(
         0.3,
@@ -256,7 +257,7 @@ class VLLMGenerator(ServerGenerator):
 
     @model_validator(mode="after")
     def _can_be_asked(self) -> VLLMGenerator:
-        if self.url is None and (self.weights == "none" or self.folder is not None):
+        if self.url is None and (self.weights != "folder" or self.folder is not None):
             raise ValueError("weights and folder are of a server: set url")
         if self.temperature != 1 and (self.top_p < 1 or self.top_k > 0):
             raise ValueError(
@@ -265,8 +266,32 @@ class VLLMGenerator(ServerGenerator):
         return self
 
 
+class SGLangGenerator(ServerGenerator):
+    """SGLang's servers (experimental: tested against a stand-in, never against SGLang itself)."""
+
+    kind: Literal["sglang"] = "sglang"
+    url: Urls = Field(
+        description=f"{_SERVERS} Experimental: tested against a stand-in for SGLang. Start it with --enable-deterministic-inference,"
+        " without which it ignores the seeds of requests.",
+    )
+    weights: Literal["none", "folder"] = Field(
+        "folder",
+        description="folder: write the weights to a folder that the servers read too, and ask them to load it; none: they keep their own.",
+    )
+
+    @model_validator(mode="after")
+    def _has_known_log_probs(self) -> SGLangGenerator:
+        if self.top_p < 1 or self.top_k > 1:
+            raise ValueError(
+                "it is not tested which log-probs SGLang returns with top_p or top_k: leave them off"
+            )
+        return self
+
+
 Generator = Annotated[
-    HFGenerator | ContinuousGenerator | VLLMGenerator, Field(discriminator="kind"), KIND_ALONE
+    HFGenerator | ContinuousGenerator | VLLMGenerator | SGLangGenerator,
+    Field(discriminator="kind"),
+    KIND_ALONE,
 ]
 
 

@@ -24,12 +24,19 @@ Sums = dict[str, float]
 DeviceSums = dict[str, torch.Tensor]
 # (outputs of a model, batch) → a tensor that is taken or computed from them, of any shape and type.
 Extract = Callable[[Any, Any], torch.Tensor]
+# A name of a weight → whether it is wanted.
+IsWanted = Callable[[str], bool]
 # Sections of a checkpoint that only some runs have, of any role. A run that does not have such a
 # section drops it as it resumes. A run that has it, and whose checkpoint does not, starts it afresh.
 OPTIONAL_SECTIONS = ("outer", "compensation")
 POLICY = "policy"
 T = TypeVar("T")
 N = TypeVar("N", float, torch.Tensor)
+
+
+def is_any(name: str) -> bool:
+    """Return True: whatever its name, a weight is wanted."""
+    return True
 
 
 class Engine(Protocol):
@@ -81,8 +88,10 @@ class Engine(Protocol):
         `adapter` False: LoRA's product is left out, so the model is what it was before training.
         """
 
-    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def whole_weights(self, is_wanted: IsWanted = is_any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of each weight and each persistent buffer, whole, on every rank.
+
+        `is_wanted`: returns by its name whether a weight is yielded. The others are not gathered.
 
         Frozen weights are included. The order is the same on all ranks, the tensors are on this
         rank's device, and the names are those of the Hugging Face model (with an adapter, of PEFT's

@@ -33,8 +33,10 @@ from drumline.engine.data_parallel import (
 from drumline.engine.engine import (
     DeviceSums,
     Extract,
+    IsWanted,
     Sums,
     extracting_objective,
+    is_any,
     sum_on_device,
     sum_to_host,
 )
@@ -265,11 +267,13 @@ class ForwardEngine:
             )
         return extracted
 
-    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def whole_weights(self, is_wanted: IsWanted = is_any) -> Iterator[tuple[str, torch.Tensor]]:
         """See Engine. Only one weight at a time is gathered: all of them may not fit."""
         self._prepare_evaluation_weights()
         tied = tied_names(self.model)
         for name, tensor in all_tensors(self.model).items():
+            if not is_wanted(name):
+                continue
             full = full_tensor(name, tensor, self.device_type)
             for each in (name, *tied.get(name, ())):
                 yield each, full

@@ -23,8 +23,10 @@ from drumline.engine.data_parallel import DataParallelWrapper
 from drumline.engine.engine import (
     DeviceSums,
     Extract,
+    IsWanted,
     Sums,
     extracting_objective,
+    is_any,
     neutral_sum,
     sum_on_device,
     sum_to_host,
@@ -247,7 +249,7 @@ class PartOfPipeline(ForwardEngine):
     group: dist.ProcessGroup
     device: torch.device
 
-    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def whole_weights(self, is_wanted: IsWanted = is_any) -> Iterator[tuple[str, torch.Tensor]]:
         """See Engine. Each rank of the pipeline in turn broadcasts the weights of its stages.
 
         Before that, all ranks exchange the names and shapes of their weights: each has to make a
@@ -258,7 +260,8 @@ class PartOfPipeline(ForwardEngine):
         tied = tied_names(self.model)
         local_forms: dict[str, _Form] = {}
         for name, tensor in local_tensors.items():
-            local_forms[name] = _Form(tensor.shape, tensor.dtype, tied.get(name, []))
+            if is_wanted(name):
+                local_forms[name] = _Form(tensor.shape, tensor.dtype, tied.get(name, []))
         forms_by_rank: list[Any] = [None] * self.ranks
         dist.all_gather_object(forms_by_rank, local_forms, group=self.group)
         yielded: set[str] = set()

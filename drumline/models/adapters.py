@@ -972,6 +972,16 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
         save_file(copies, target / FILE, metadata={"format": "pt"})
 
 
+def name_in_files(name: str) -> str:
+    """Return the name that PEFT's files give a factor of a model's only adapter.
+
+    `name`: of the parameter, such as `layers.0.q_proj.lora_A.default.weight`.
+    """
+    own_name = name.replace(f".{NAME}.weight", ".weight")
+    # PEFT's names are those within a PeftModel, which has the model as base_model.model.
+    return f"base_model.model.{own_name}"
+
+
 def _name_targets_for_peft(model: Any, options: Any) -> None:
     """Name targets so that PEFT, reading these files, takes none for a mixture's experts.
 

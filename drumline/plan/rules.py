@@ -14,12 +14,13 @@ from itertools import chain
 
 from drumline.config.config import Config
 from drumline.config.refusal import Refusal
-from drumline.config.rollouts import VLLMGenerator
+from drumline.config.rollouts import ServerGenerator
 from drumline.plan.adapter_rules import refusals as adapter_refusals
 from drumline.plan.attention import RING_CHUNK, row_multiple
 from drumline.plan.batch import nearest_multiples
 from drumline.plan.copies import copied_over
 from drumline.plan.facts import MULTIPLE, TP_STYLES, ModelFacts, has_chunkable_mlp, takes_fp8
+from drumline.plan.generator_rules import refusals as generator_refusals
 from drumline.plan.optimizer_rules import refusals as optimizer_refusals
 from drumline.plan.retrieval_rules import refusals as retrieval_refusals
 from drumline.plan.rule import (
@@ -80,7 +81,7 @@ def check_role_rules(case: Case, trainable: bool) -> None:
         retrieval_refusals,
         teacher_refusals,
         adapter_refusals,
-        _vllm,
+        generator_refusals,
         _evaluation,
         _health,
     )
@@ -108,7 +109,7 @@ def _rules_in_order(case: Case) -> tuple[Rule, ...]:
         retrieval_refusals,
         teacher_refusals,
         adapter_refusals,
-        _vllm,
+        generator_refusals,
         _model,
         _evaluation,
         _memory,
@@ -248,28 +249,6 @@ def compared_images(config: Config, vision_language: bool) -> Iterator[Refusal]:
             )
 
 
-def _vllm(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of vLLM as the generator of rollouts."""
-    rollout = case.config.algorithm.rollout
-    if rollout is None or not isinstance(rollout.generator, VLLMGenerator):
-        return
-    generator = rollout.generator
-    if generator.weights != "none" and case.config.adapter.kind == "lora":
-        yield Refusal(
-            "vLLM × an adapter",
-            "vLLM takes whole weights, and an adapter is kept beside them",
-            "use generator=hf, or adapter=none",
-            "algorithm.generator",
-        )
-    if generator.url is None and case.config.model.id is None:
-        yield Refusal(
-            "vLLM × a model without files",
-            "its engine starts from a model's files, and this one has none",
-            "use generator=hf, or set model.id",
-            "algorithm.generator",
-        )
-
-
 def _model(case: Case) -> Iterator[Refusal]:
     """Yield refusals because of the model's own code; none if the model is not known yet."""
     facts = case.facts
@@ -387,9 +366,9 @@ def _evaluation_texts(case: Case, has_held_out_rows: bool) -> Iterator[Refusal]:
             "set algorithm.generator.max_new_tokens",
             "eval.max_new_tokens",
         )
-    if rollout is not None and options.tasks and isinstance(rollout.generator, VLLMGenerator):
+    if rollout is not None and options.tasks and isinstance(rollout.generator, ServerGenerator):
         yield Refusal(
-            "eval.tasks × vLLM",
+            "eval.tasks × vLLM or SGLang",
             "lm-eval gets a model in the ranks",
             "use generator=hf, or take eval.tasks out",
             "eval.tasks",

@@ -8,7 +8,7 @@ from typing import Any
 
 from drumline.config.config import Config, LoRAConfig
 from drumline.config.model import ModelConfig
-from drumline.config.rollouts import VLLMGenerator
+from drumline.config.rollouts import ServerGenerator, SGLangGenerator
 from drumline.errors import ModelError
 from drumline.models import shapes
 from drumline.planner.sizes import FoundModel
@@ -113,23 +113,29 @@ def vocabulary_notes(config: Config, policy: FoundModel) -> list[str]:
         if len(growth.already_known) > 1:
             its_row_stays = "their rows begin as they are"
         lines.append(f"new tokens: the tokenizer has {names} already, and {its_row_stays}")
-    if growth.added_rows and _samples_on_server_with_weights(config):
+    generator = _server_that_gets_weights(config)
+    if growth.added_rows and generator is not None:
         size: dict[str, Any] = {"vocab_size": growth.rows}
         is_nested = policy.hf_config.get_text_config() is not policy.hf_config
         if is_nested:
             size = {"text_config": size}
+        name = "vLLM"
+        override = "--hf-overrides"
+        if isinstance(generator, SGLangGenerator):
+            name = "SGLang"
+            override = "--json-model-override-args"
         # The server makes an embedding of this many rows without reading the stored one.
-        options = f"--load-format dummy --hf-overrides '{json.dumps(size)}'"
-        lines.append(f"vLLM: start its server with {options}: this run gives it all weights")
+        options = f"--load-format dummy {override} '{json.dumps(size)}'"
+        lines.append(f"{name}: start its server with {options}: this run gives it all weights")
     return lines
 
 
-def _samples_on_server_with_weights(config: Config) -> bool:
-    """Return whether rollouts are sampled by a vLLM server that this run sends its weights to."""
+def _server_that_gets_weights(config: Config) -> ServerGenerator | None:
+    """Return the generator of rollouts if it is a server that this run sends all weights to."""
     rollout = config.algorithm.rollout
-    if rollout is None:
-        return False
+    if rollout is None or not isinstance(rollout.generator, ServerGenerator):
+        return None
     generator = rollout.generator
-    if not isinstance(generator, VLLMGenerator):
-        return False
-    return generator.url is not None and generator.weights != "none"
+    if generator.url is None or generator.weights != "folder":
+        return None
+    return generator

@@ -878,6 +878,11 @@ def _rollout_line(event: events.Rollout) -> str:
         parts.append(f"completions of rows {event.from_rows}")
     if event.sampler_gap is not None:
         parts.append(f"sampler off by {event.sampler_gap:.2g} nats")
+    # If the policy itself samples, rounding is all that is left.
+    if event.sampler_gap is not None and "sampler_log_ratio" in event.metrics:
+        log_ratio = _format_number(event.metrics["sampler_log_ratio"], ".2g")
+        largest = _format_number(event.metrics.get("sampler_log_ratio_max"), ".2g")
+        parts.append(f"log-ratio to the sampler {log_ratio}, at most {largest}")
     if event.lost_servers:
         lost = ", ".join(event.lost_servers)
         parts.append(f"lost: {lost}")

@@ -21,8 +21,9 @@ from drumline.rl.generate import (
     VisionPrompts,
     Weights,
 )
-from drumline.rl.hand_over import WeightFolder
+from drumline.rl.hand_over import AdapterFiles, WeightFolder
 from drumline.rl.servers import ServedGenerator, Server
+from drumline.rl.sglang import RemoteSGLang
 from drumline.rl.vllm import InProcessVLLM, RemoteVLLM
 
 Refresh = Callable[[Weights], None]
@@ -38,6 +39,8 @@ class RolloutFiles:
     run_dir: Path = Path()
     # Rows of the embedding if it is larger than the one in the model's files; else None.
     rows: int | None = None
+    # How the adapter is written if servers get it alone; else None.
+    adapter: AdapterFiles | None = None
 
 
 NO_FILES = RolloutFiles()
@@ -55,7 +58,8 @@ def build_generator(
 ) -> tuple[Generator, Refresh | None]:
     """Return a generator, and a function that hands it the trained weights before each rollout.
 
-    The function takes `Engine.whole_weights`. It is None if the generator samples from the trained
+    The function takes `Engine.whole_weights`, and of an adapter that servers get alone (`files`) only
+    its weights. It is None if the generator samples from the trained
     model itself, or if a server is to keep its own weights.
 
     Args:
@@ -71,10 +75,11 @@ def build_generator(
         files: What vLLM reads. Other generators read no files.
         vision: See `HFGenerator`.
     """
-    if isinstance(config, configs.VLLMGenerator):
+    if isinstance(config, configs.ServerGenerator):
         dtype = low_precision or torch.float32
         if config.url is not None:
-            return _servers(config, tokenizer, seed, dtype, files.run_dir)
+            return _servers(config, tokenizer, seed, dtype, files)
+        assert isinstance(config, configs.VLLMGenerator), "others require a url"
         assert files.model_path is not None, "a rule refuses it"
         dtype_name = str(dtype).removeprefix("torch.")
         engine = InProcessVLLM(config, tokenizer, seed, files.model_path, dtype_name, files.rows)
@@ -107,19 +112,26 @@ def _has_all_weights_in(model: Any, dtype: torch.dtype) -> bool:
 
 
 def _servers(
-    config: configs.VLLMGenerator, tokenizer: Any, seed: int, dtype: torch.dtype, run_dir: Path
+    config: configs.ServerGenerator,
+    tokenizer: Any,
+    seed: int,
+    dtype: torch.dtype,
+    files: RolloutFiles,
 ) -> tuple[Generator, Refresh | None]:
     """Return a client of servers, and a function that hands the servers new weights.
 
     The function is None if the config says that the servers keep their own weights.
     """
-    remote = RemoteVLLM(config, tokenizer, seed)
+    generator_type: type[ServedGenerator] = RemoteVLLM
+    if isinstance(config, configs.SGLangGenerator):
+        generator_type = RemoteSGLang
+    remote = generator_type(config, tokenizer, seed)
     if config.weights == "none":
         return remote, None
-    folder = run_dir / "rollout-weights"
+    folder = files.run_dir / "rollout-weights"
     if config.folder is not None:
         folder = Path(config.folder)
-    return remote, WeightFolder(remote, folder.absolute(), dtype).refresh
+    return remote, WeightFolder(remote, folder.absolute(), dtype, files.adapter).refresh
 
 
 def greedy_generator(generator: Any) -> Generator:

@@ -1,6 +1,6 @@
 """Sample completions of prompts: what all generators share, and the one that uses transformers' `generate`.
 
-The modules `continuous` and `vllm` hold the other generators. The requests of a rollout are divided
+The modules `continuous`, `vllm` and `sglang` hold the other generators. The requests of a rollout are divided
 over all ranks, and all ranks get all completions back (`DistributedSampling`).
 
 Random numbers are a function of what is sampled, not of when or where: of (seed, step, key, position

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,33 +17,50 @@ from safetensors.torch import save_file
 from drumline.dist.reduce import from_all
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.rl.generate import WHERE, Weights, rank_and_world_size
-from drumline.rl.servers import HEALTH_SECONDS, Server, ServerError, ServerPool
+from drumline.rl.servers import HEALTH_SECONDS, ServedGenerator, Server, ServerError
 
 # The most bytes of a file of weights, which rank 0 has in host memory at the same time.
 SHARD_BYTES = 2 * 2**30
+# The name that PEFT gives an adapter's weights.
+ADAPTER_FILE = "adapter_model.safetensors"
+METADATA = {"format": "pt"}
 
 
-class LoadsWeights(Protocol):
-    """A generator whose servers can load the weights in a folder."""
+@dataclass(frozen=True)
+class AdapterFiles:
+    """How an adapter is written as PEFT's files."""
 
-    pool: ServerPool
-
-    def load(self, server: Server, folder: Path) -> None:
-        """Have a server load the weights in a folder. Raises what `Server.fault` returns."""
-
-    def describe(self, server: Server, seconds: float | None = None) -> None:
-        """Ask a server anew what it serves. Raises what `Server.fault` returns."""
+    # Writes adapter_config.json into a folder.
+    save_config: Callable[[str], Any]
+    # Returns the name that the files give a weight.
+    name_in_files: Callable[[str], str]
 
 
 class WeightFolder:
     """Hands the weights to servers. Rank 0 writes safetensors files, and asks each server to load them.
 
+    The files have all weights, or an adapter's alone, as PEFT writes it.
+
     A lost server that answers again gets the weights like the others, and only then requests.
     """
 
-    def __init__(self, generator: LoadsWeights, folder: Path, dtype: torch.dtype) -> None:
-        """`dtype`: the type of floating-point weights in the files."""
+    def __init__(
+        self,
+        generator: ServedGenerator,
+        folder: Path,
+        dtype: torch.dtype,
+        adapter: AdapterFiles | None = None,
+    ) -> None:
+        """Prepare to hand over weights; nothing is written yet.
+
+        Args:
+            generator: Samples on the servers.
+            folder: The folder that rank 0 and the servers can read.
+            dtype: The type of floating-point weights in the files. An adapter is written in fp32.
+            adapter: How the adapter is written if the servers get it alone; else None.
+        """
         self.generator = generator
+        self.adapter = adapter
         self.pool = generator.pool
         self.folder = folder
         self.dtype = dtype
@@ -49,7 +68,7 @@ class WeightFolder:
         self.hand_overs = 0
 
     def refresh(self, weights: Weights) -> None:
-        """Hand over all weights. Collective; it returns once the servers have them, on all ranks.
+        """Hand over the weights. Collective; it returns once the servers have them, on all ranks.
 
         Raises EnvironmentFault if the folder cannot be written, DrumlineError if no server takes the
         weights, on all ranks. Of the first hand-over all servers must take them.
@@ -91,7 +110,12 @@ class WeightFolder:
         failure: DrumlineError | None = None
         # All weights are taken even if a file cannot be written: the iterator is collective, and the
         # other ranks go on.
-        for number, shard in enumerate(_shards(weights, self.dtype)):
+        if self.adapter is None:
+            shards = _shards(weights, self.dtype, SHARD_BYTES)
+        else:
+            # PEFT has an adapter in one file, which is small.
+            shards = _shards(weights, torch.float32, math.inf)
+        for number, shard in enumerate(shards):
             if failure is None:
                 failure = self._save(shard, folder, number)
         if failure is None:
@@ -128,7 +152,7 @@ class WeightFolder:
         try:
             if server.is_lost:
                 self.generator.describe(server, HEALTH_SECONDS)
-            self.generator.load(server, folder)
+            self.generator.load(server, folder, self.hand_overs)
         except ServerError as error:
             return error
         server.is_lost = False
@@ -143,8 +167,11 @@ class WeightFolder:
             if number == 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
-            path = folder / f"model-{number + 1:05d}.safetensors"
-            save_file(shard, path, metadata={"format": "pt"})
+            if self.adapter is None:
+                path = folder / f"model-{number + 1:05d}.safetensors"
+                save_file(shard, path, metadata=METADATA)
+            else:
+                self._save_adapter(self.adapter, shard, folder)
         except (OSError, SafetensorError) as error:
             return EnvironmentFault(
                 f"weights cannot be written: {error}",
@@ -153,15 +180,30 @@ class WeightFolder:
             )
         return None
 
+    def _save_adapter(
+        self, files: AdapterFiles, weights: dict[str, torch.Tensor], folder: Path
+    ) -> None:
+        """Write an adapter as PEFT's files. Raises OSError or SafetensorError."""
+        named = {}
+        for name, weight in weights.items():
+            named[files.name_in_files(name)] = weight
+        save_file(named, folder / ADAPTER_FILE, metadata=METADATA)
+        files.save_config(str(folder))
 
-def _shards(weights: Weights, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the weights on the host, in dictionaries of at most SHARD_BYTES, or of one larger tensor."""
+
+def _shards(
+    weights: Weights, dtype: torch.dtype, most_bytes: float
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the weights on the host, in dictionaries of at most so many bytes, or of one larger tensor.
+
+    `dtype`: the type of floating-point weights.
+    """
     shard: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in weights:
         host_dtype = dtype if tensor.is_floating_point() else None
         on_host = tensor.detach().to("cpu", host_dtype, copy=True).contiguous()
-        if shard and size + on_host.nbytes > SHARD_BYTES:
+        if shard and size + on_host.nbytes > most_bytes:
             yield shard
             shard = {}
             size = 0

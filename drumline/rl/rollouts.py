@@ -711,13 +711,16 @@ class Rollouts:
     def _make_episodes(self, sampled: ScoredSamples) -> tuple[Episodes, dict[str, float]]:
         """Return the samples as episodes with all tensors that the objective reads, and metrics.
 
-        The metrics are `kl`, the mean divergence from the reference model in nats per token, and
-        `kl_coefficient`. Without a reference the divergence counts as 0, and there are no metrics.
+        The metrics are those of `_sampler_metrics` if the policy has read the episodes, and with a
+        reference `kl`, the mean divergence from that in nats per token, and `kl_coefficient`. Without a
+        reference the divergence counts as 0.
         """
         samples = sampled.learned
         episodes = self._add_model_outputs(_samples_to_episodes(self.prompts, samples))
         episodes = replace(episodes, turns=[sample.turns for sample in samples])
         metrics = {}
+        if self.readers.policy is not None:
+            metrics = _sampler_metrics(episodes)
         kl_NM = torch.zeros_like(episodes.log_probs_NM)
         if self.readers.reference is not None:
             assert self.readers.policy is not None, "ModelReaders: a reference needs the policy"
@@ -728,16 +731,14 @@ class Rollouts:
             )
             kl_NM = kl_NM * episodes.mask_NM
             tokens = episodes.mask_NM.sum().clamp(min=1)
-            metrics = {
-                "kl": float(kl_NM.sum() / tokens),
-                "kl_coefficient": self.kl.coefficient,
-            }
+            metrics["kl"] = float(kl_NM.sum() / tokens)
+            metrics["kl_coefficient"] = self.kl.coefficient
         rewards = [sample.reward for sample in sampled.learned]
         rewards_N = torch.tensor(rewards, dtype=torch.float32)
         penalty_NM = kl_NM * self.kl.coefficient
         episodes = self.algorithm.credited(episodes, rewards_N, penalty_NM)
         # After `metrics`, so that the event reports the coefficient that this rollout was penalised by.
-        if metrics:
+        if self.readers.reference is not None:
             self.kl.update(metrics["kl"], len(episodes))
         return episodes, metrics
 
@@ -957,6 +958,21 @@ def _to_episodes(
     for row, completion in enumerate(completions):
         sampler_NM[row, : len(completion.tokens)] = torch.tensor(completion.log_probs)
     return replace(episodes, sampler_log_probs_NM=sampler_NM)
+
+
+def _sampler_metrics(episodes: Episodes) -> dict[str, float]:
+    """Return how far the sampler is from the policy, over all sampled tokens, in nats.
+
+    `sampler_log_ratio` is the mean of log π/π_sampler, and `sampler_log_ratio_max` its largest absolute
+    value. π is the policy before the first update.
+    """
+    log_ratio_NM = episodes.log_probs_NM - episodes.sampler_log_probs_NM
+    log_ratio_NM = torch.where(episodes.mask_NM, log_ratio_NM, 0.0)
+    tokens = max(1, int(episodes.mask_NM.sum()))
+    return {
+        "sampler_log_ratio": float(log_ratio_NM.sum() / tokens),
+        "sampler_log_ratio_max": float(log_ratio_NM.abs().max()),
+    }
 
 
 def _most_common_reasons(sampled: ScoredSamples) -> str:

@@ -119,7 +119,7 @@ class SamplerCheck:
         self.precision = precision
         # A baseline of another sampler or precision says nothing about this one.
         sampler: str = config.kind
-        if isinstance(config, configs.VLLMGenerator) and config.url is not None:
+        if isinstance(config, configs.ServerGenerator) and config.url is not None:
             # A server may compute in another type than vLLM's engine in this process does.
             sampler = f"{config.kind} server"
         self.setting = f"{sampler} {precision}"
@@ -194,7 +194,7 @@ class SamplerCheck:
 
     def _fix(self) -> str:
         """Return what the user can do, which depends on the kind of the generator."""
-        if not isinstance(self.config, configs.VLLMGenerator):
+        if not isinstance(self.config, configs.ServerGenerator):
             return "use strategy=ddp, whose ranks sample from the policy itself"
         if self.config.url is None:
             return "update vLLM, or use algorithm.generator=hf"

@@ -1,6 +1,6 @@
 """Servers that sample: connections to them, which one gets the next request, and what follows if one is lost.
 
-The module `vllm` knows the paths and the JSON of its server.
+The modules `vllm` and `sglang` know the paths and the JSON of their servers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ssl
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar, NamedTuple
 
@@ -266,8 +267,8 @@ class ServerPool:
         The last one stays in, so that a run with one server fails with the error itself.
         """
         with self._lock:
-            others = [each for each in self.servers if not each.is_lost and each is not server]
-            if not others:
+            remaining = [each for each in self.servers if not each.is_lost and each is not server]
+            if not remaining:
                 return False
             if not server.is_lost:
                 server.mark_lost()
@@ -381,19 +382,42 @@ class ServedGenerator:
         return True
 
     def describe(self, server: Server, seconds: float | None = None) -> None:
-        """Set `model` and `positions` of a server. Raises what `Server.fault` returns.
+        """Set `model` and `positions` of a server that is healthy. Raises what `Server.fault` returns.
 
         `seconds`: the most that each answer may take; None: `timeout_seconds`.
         """
-        raise NotImplementedError
+        server.request_text("/health", seconds=seconds)
+        served = server.request("/v1/models", seconds=seconds)
+        try:
+            first_model = served["data"][0]
+            server.model = str(first_model["id"])
+            server.positions = first_model.get("max_model_len")
+        except (TypeError, KeyError, IndexError):
+            raise server.fault("/v1/models does not name a model", self.kind.is_it) from None
 
     def check(self, server: Server, request: Request) -> None:
-        """Check that a server gives the log-probs that are needed; it is asked only once.
+        """Check that a server gives the log-probs that are needed. The base has no way to tell.
 
         `request`: any. Raises ServerError, a refusal if they are others.
         """
-        raise NotImplementedError
 
     def complete(self, server: Server, request: Request, step: int) -> Completion:
         """Return a server's completion. Raises ServerError if it gives no whole one."""
         raise NotImplementedError
+
+    def load(self, server: Server, folder: Path, version: int) -> None:
+        """Have a server load the weights in a folder. Raises what `Server.fault` returns.
+
+        `version`: the number of hand-overs before this one.
+        """
+        raise NotImplementedError
+
+
+def require_addresses(config: Any) -> None:
+    """Raise ConfigError if a server's url is in an environment variable that is not set here.
+
+    `config`: the section `algorithm.generator`.
+    """
+    if isinstance(config, Config):
+        for url in config.urls:
+            reveal(url, f"{WHERE}.url")

@@ -4,9 +4,10 @@ The servers (`vllm serve`) read new weights from a folder (`hand_over`). The eng
 that its rank trains on.
 
 Written from vLLM's documentation and source (0.22 and later). CI tests it against a small server that
-speaks the same API, and a stand-in for `vllm.LLM`. The server was run by hand as vLLM 0.32 on a CPU;
-nothing was run on GPUs. When vLLM reloads, it does not tie a head to the embedding again, so a tied
-weight is handed over under each of its names (`Engine.whole_weights`).
+speaks the same API, and a stand-in for `vllm.LLM`. The server was run by hand as vLLM 0.32 on a CPU,
+with whole weights; nothing was run on GPUs, and no adapter was handed to vLLM itself. When vLLM
+reloads, it does not tie a head to the embedding again, so a tied weight is handed over under each of
+its names (`Engine.whole_weights`).
 
 Random numbers are vLLM's own, seeded for each request from (seed of the run, step, key). So they are
 the same on any number of ranks, as far as vLLM keeps a seeded request independent of its batch.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import uuid
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,6 @@ from drumline.rl.generate import (
     require_room,
 )
 from drumline.rl.servers import MOST_ANSWER, ServedGenerator, Server, ServerKind
-from drumline.system.redact import reveal
 
 # The prefix of each token id in the server's answers (`return_tokens_as_token_ids`).
 TOKEN_PREFIX = "token_id:"
@@ -92,22 +93,52 @@ class RemoteVLLM(ServedGenerator):
     )
     config: Config
 
-    def describe(self, server: Server, seconds: float | None = None) -> None:
-        """See ServedGenerator."""
-        server.request("/health", seconds=seconds)
-        served = server.request("/v1/models", seconds=seconds)
+    def __init__(self, config: Config, tokenizer: Any, seed: int) -> None:
+        """Raises EnvironmentFault if one of `config.urls` has no healthy vLLM server."""
+        super().__init__(config, tokenizer, seed)
+        # The first part of the names that adapters get. A server may still have those of other runs.
+        self.adapter_prefix = f"drumline-{uuid.uuid4().hex[:8]}"
+
+    def load(self, server: Server, folder: Path, version: int) -> None:
+        """Have a server load the weights in a folder, whole ones or an adapter.
+
+        Raises what `Server.fault` returns. `version`: the number of hand-overs before this one.
+        """
+        if self.config.weights == "adapter":
+            self._load_adapter(server, folder, f"{self.adapter_prefix}-{version}")
+        else:
+            self._load_whole(server, folder)
+
+    def _load_adapter(self, server: Server, folder: Path, name: str) -> None:
+        """Have a server load an adapter, and drop the one before.
+
+        Each version has a name of its own, because the server's prefix cache tells adapters apart by
+        their names. The old one is dropped first: the server may have room for one.
+        """
+        fix = (
+            f"start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and a"
+            f" --max-lora-rank of adapter.r or more; it must see {folder} under the same path"
+        )
+        fixes = {400: fix, 404: fix, 500: fix}
+        is_adapter = server.model.startswith(self.adapter_prefix)
+        if is_adapter and server.model in self._served_models(server):
+            server.request_text("/v1/unload_lora_adapter", {"lora_name": server.model}, fixes)
+        adapter = {"lora_name": name, "lora_path": str(folder)}
+        server.request_text("/v1/load_lora_adapter", adapter, fixes)
+        server.model = name
+
+    def _served_models(self, server: Server) -> list[str]:
+        """Return the names of the models and adapters that a server has now."""
+        served = server.request("/v1/models")
         try:
-            first_model = served["data"][0]
-            server.model = str(first_model["id"])
-            server.positions = first_model.get("max_model_len")
-        except (TypeError, KeyError, IndexError):
+            return [str(model["id"]) for model in served["data"]]
+        except (TypeError, KeyError):
             raise server.fault("/v1/models does not name a model", self.kind.is_it) from None
 
-    def load(self, server: Server, folder: Path) -> None:
-        """Have a server load the weights in a folder, and empty its prefix cache.
+    def _load_whole(self, server: Server, folder: Path) -> None:
+        """Have a server load whole weights, and empty its prefix cache.
 
         It calls `reload_weights` by /collective_rpc, the documented way of layer-wise reloading.
-        Raises what `Server.fault` returns.
         """
         unread = f"the server must see {folder} under the same path; {DEV_MODE}"
         fixes = {404: DEV_MODE, 500: unread, 400: unread}
@@ -279,15 +310,12 @@ def _to_completion(output: Any) -> Completion:
 def require_installed(config: Any) -> None:
     """Check that a generator of kind vllm has what it needs, without importing vLLM.
 
-    Raises EnvironmentFault if it runs vLLM in this process and vLLM is not installed, ConfigError if
-    its url is in an environment variable that is not set here.
+    Raises EnvironmentFault if it runs vLLM in this process and vLLM is not installed.
     """
     if not isinstance(config, Config):
         return
     if config.url is None:
         require_package("vllm", f"{WHERE}.kind", "pip install vllm, or set url")
-    for url in config.urls:
-        reveal(url, f"{WHERE}.url")
 
 
 @functools.cache

@@ -242,7 +242,9 @@ class Rollout(Event, kind="rollout"):
     """Episodes were sampled, for steps to train on.
 
     `metrics` are reward/DOMAIN, and those of the KL penalty. With an environment also the means of
-    `turns`, `tool_calls` and `tool_errors` over the episodes.
+    `turns`, `tool_calls` and `tool_errors` over the episodes. If the policy reads the episodes before
+    it learns, they have the mean of log π/π_sampler over all tokens in nats, `sampler_log_ratio`, and its
+    largest absolute value, `sampler_log_ratio_max`. Events of steps have both in any case.
     """
 
     step: int  # number of optimizer steps once all that train on this rollout are done

@@ -13,7 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from drumline.config import rollouts as c
+from drumline.config.config import LoRAConfig
 from drumline.config.run import MOST_NEW
 from drumline.data.answers import last_answer
 from drumline.data.batches import PromptImageMeta
@@ -41,6 +44,7 @@ from drumline.rl.generate import (
     VisionPrompts,
     generate_together,
 )
+from drumline.rl.hand_over import AdapterFiles
 from drumline.rl.sampler_check import SamplerCheck
 from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Samples
@@ -136,14 +140,55 @@ class TextGeneration:
                 unsharded,
                 self._copy,
                 LOW_PRECISION.get(self.plan.precision),
-                RolloutFiles(self.plan.model_path, Path(self.plan.run_dir), self._grown_rows()),
+                self._files(),
                 prompts_with_images,
             )
         if self._refresh is not None:
-            self._refresh(language_weights(self.engine.whole_weights()))
+            self._refresh(self._new_weights())
             if self.check is not None:
                 self.check.compare(self._generator)
         return self._generator
+
+    def _files(self) -> RolloutFiles:
+        """Return what vLLM reads from disk."""
+        adapter = None
+        if self._hands_over_adapter():
+            adapter = AdapterFiles(self._peft_config().save_pretrained, adapters.name_in_files)
+        return RolloutFiles(
+            self.plan.model_path, Path(self.plan.run_dir), self._grown_rows(), adapter
+        )
+
+    def _hands_over_adapter(self) -> bool:
+        """Return whether servers have the base model and get the adapter alone."""
+        return isinstance(self.config, c.ServerGenerator) and self.config.weights == "adapter"
+
+    def _new_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return what the generator is handed: all weights, or the adapter's alone. Collective."""
+        if self._hands_over_adapter():
+            return self.engine.whole_weights(adapters.is_adapter)
+        return language_weights(self.engine.whole_weights())
+
+    def _peft_config(self) -> Any:
+        """Return PEFT's config of the adapter, made on a model without memory."""
+        adapter = self.plan.config.adapter
+        assert isinstance(adapter, LoRAConfig), "a rule refuses others"
+        model, _ = self._lay_out()
+        adapters.inject(model, adapter, self.plan.config.run.seed)
+        peft_config = model.peft_config[adapters.NAME]
+        peft_config.base_model_name_or_path = self.plan.model_path
+        peft_config.inference_mode = True
+        return peft_config
+
+    def _lay_out(self) -> tuple[Any, Any]:
+        """Return the policy's model without its adapter and weights, and the source of its weights."""
+        return lay_out(
+            self.plan.model_path,
+            self.plan.config.model,
+            derive(self.plan.config.run.seed, "weights"),
+            self.device,
+            LOW_PRECISION.get(self.plan.precision),
+            draw_device=self.plan.draw_device,
+        )
 
     def _grown_rows(self) -> int | None:
         """Return the rows of the embedding if tokens were added to the model's own; otherwise None."""
@@ -158,14 +203,7 @@ class TextGeneration:
         Its weights are those before training, until `_refresh` is called.
         """
         config = self.plan.config
-        model, source = lay_out(
-            self.plan.model_path,
-            config.model,
-            derive(config.run.seed, "weights"),
-            self.device,
-            LOW_PRECISION.get(self.plan.precision),
-            draw_device=self.plan.draw_device,
-        )
+        model, source = self._lay_out()
         if config.adapter.kind == "lora":
             adapters.inject(model, config.adapter, config.run.seed)
         Values(source, self.device, config.run.seed).fill(model)

@@ -117,10 +117,11 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if config.adapter.kind == "lora":
         require_package("peft", "adapter")
     if rollout is not None:
-        from drumline.rl import vllm  # importing the generators takes a second
+        from drumline.rl import servers, vllm  # importing the generators takes a second
 
         rewards.require_installed(rollout.rewards)
         vllm.require_installed(rollout.generator)
+        servers.require_addresses(rollout.generator)
 
     # The models. The policy is the model that is trained, with any algorithm.
     policy = find_model(config.model, on_progress, weights=True)

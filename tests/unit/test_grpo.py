@@ -17,6 +17,7 @@ from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.algorithms.policy import KLController, divergence, ppo_clip_loss
 from drumline.data.batches import Episodes, collate_episodes
 from drumline.models.head import Outputs
+from drumline.rl.rollouts import _sampler_metrics
 
 REFERENCE = Path(__file__).parents[1] / "reference" / "grpo_trl.json"
 TRL: dict[str, Any] = json.loads(REFERENCE.read_text())
@@ -354,3 +355,56 @@ def test_adaptive_kl_steers_to_its_target() -> None:
     fixed = KLController(0.1)
     fixed.update(kl=5.0, episodes=100)
     assert fixed.coefficient == 0.1
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("cuts", [WHOLE, CUT], ids=["whole", "cut"])
+def test_what_is_masked_teaches_nothing_and_all_else_as_before(
+    level: str, cuts: list[list[int]]
+) -> None:
+    """Masked and truncated importance sampling differ only where the ratio is above the cap."""
+    rollout = episodes("token")
+    cap = 1.2
+    options = {"importance": level, "importance_cap": cap}
+    truncated = loss_and_gradient(made(**options), rollout, cuts)
+    masked = loss_and_gradient(made(**options, importance_bound="mask"), rollout, cuts)
+
+    log_ratio_NM = rollout.log_probs_NM - rollout.sampler_log_probs_NM
+
+    if level == "sequence":
+        log_ratio_NM = log_ratio_NM.sum(1, keepdim=True).expand_as(log_ratio_NM)
+
+    is_above_NM = (log_ratio_NM.exp() > cap) & rollout.mask_NM
+    expected_NMV = torch.where(is_above_NM[:, :, None], 0.0, truncated.gradient_NMV)
+
+    assert 0 < is_above_NM.sum() < rollout.mask_NM.sum()
+    torch.testing.assert_close(masked.gradient_NMV, expected_NMV, atol=1e-7, rtol=1e-5)
+
+    for figures in (masked.figures, truncated.figures):
+        share = is_above_NM.sum() / rollout.mask_NM.sum()
+        assert figures["importance_bounded"] == pytest.approx(share.item())
+
+    assert truncated.figures["importance_max"] == pytest.approx(cap)
+    assert masked.figures["importance_max"] < cap
+    assert masked.figures["importance_mean"] < truncated.figures["importance_mean"]
+
+
+@pytest.mark.parametrize("cuts", [WHOLE, CUT], ids=["whole", "cut"])
+def test_the_distance_of_the_sampler_is_measured(cuts: list[list[int]]) -> None:
+    rollout = episodes("token")
+    figures = loss_and_gradient(made(), rollout, cuts).figures
+    differences = (rollout.log_probs_NM - rollout.sampler_log_probs_NM)[rollout.mask_NM]
+    expected = {
+        "sampler_log_ratio": differences.mean().item(),
+        "sampler_log_ratio_max": differences.abs().max().item(),
+    }
+
+    for name, value in expected.items():
+        assert figures[name] == pytest.approx(value, rel=1e-5), name
+
+    assert _sampler_metrics(rollout) == pytest.approx(expected, rel=1e-5)
+
+
+def test_weights_are_bounded_only_where_there_are_weights() -> None:
+    with pytest.raises(ValueError, match="set importance: token or sequence"):
+        made(importance_bound="mask")

@@ -191,7 +191,7 @@ def test_a_profile_that_nobody_would_write(tmp_path: Path, profile: str, line: s
 
 def test_kinds_that_several_algorithms_have_are_named_once(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"algorithm\.generator.* choose one of hf, continuous, vllm$"
+        ConfigError, match=r"algorithm\.generator.* choose one of hf, continuous, vllm, sglang$"
     ):
         prompts(tmp_path, [], "algorithm.generator={max_new_tokens: 8}")
 

@@ -216,6 +216,10 @@ def test_the_gap_is_shown_while_a_run_goes_on_and_left_out_where_the_policy_samp
     assert "sampler off by 0.013" in told(START, rollout)[1]
     assert curve_values(rollout)["sampler gap"] == 0.0125
 
+    apart = {**rollout, "sampler_log_ratio": -0.00123, "sampler_log_ratio_max": 0.25}
+
+    assert "log-ratio to the sampler -0.0012, at most 0.25" in told(START, apart)[1]
+
     rollout["sampler_gap"] = None
 
     assert "sampler" not in told(START, rollout)[1]

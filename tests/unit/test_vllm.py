@@ -169,7 +169,7 @@ UNASKABLE: dict[str, dict[str, Any]] = {
     "leave temperature at 1": {"url": "http://a", "temperature": 0.6, "top_p": 0.9},
     "begins with http": {"url": "localhost:8000"},
     "set url": {"weights": "none"},
-    "folder is of weights": {"url": "http://a", "weights": "none", "folder": "x"},
+    "folder is where weights are written": {"url": "http://a", "weights": "none", "folder": "x"},
     "stands twice in url": {"url": ["http://a", "http://b", "http://a"]},
     "at least 1 item": {"url": []},
 }
@@ -350,10 +350,13 @@ def test_what_vllm_cannot_take_is_refused_before_any_process() -> None:
     check({**server, "weights": "none"}, adapter="lora")
     check(server, model=model)
 
-    message = r"vLLM takes whole weights.*generator=hf, or adapter=none"
+    message = r"it takes whole weights.*set algorithm\.generator\.weights=adapter, or use gen"
 
     with pytest.raises(PlanError, match=message):
         check(server, adapter="lora")
+
+    with pytest.raises(PlanError, match=r"it takes whole weights.*— use generator=hf, or adapter="):
+        check({}, adapter="lora")
 
     with pytest.raises(PlanError, match=r"its engine starts from a model's files.*set model.id"):
         check({}, model=model)

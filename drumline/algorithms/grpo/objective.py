@@ -27,9 +27,9 @@ class GRPO(PolicyGradient):
     The batch has the advantages and the weights w. The surrogate is PPO's clip or CISPO's, with the
     probability ratio of tokens or of completions (option `ratio`).
 
-    c corrects for a generator that is not exactly the policy (option `importance`; truncated
-    importance sampling, Yao et al. 2025). It is 1, or min(π_old/π_sampler, importance_cap) of the token
-    or of the whole completion.
+    c corrects for a generator that is not exactly the policy (option `importance`). It is 1, or
+    π_old/π_sampler of the token or of the whole completion. A larger number than importance_cap becomes
+    importance_cap (truncated importance sampling, Yao et al. 2025), or 0 (masked, Liu et al. 2025).
 
     β is `kl.coefficient`; with 0 there is no reference. The entropy is weighted as the loss is. TRL
     takes its mean over tokens, which is the same with `normalize: token`.
@@ -65,21 +65,31 @@ class GRPO(PolicyGradient):
         if spec.importance == "sequence":
             log_importance_B1 = log_importance_BT.sum(1, keepdim=True)
             log_importance_BT = log_importance_B1.expand_as(log_importance_BT)
-        importance_BT = log_importance_BT.exp().clamp(max=spec.importance_cap)
+        ratio_BT = log_importance_BT.exp()
+        is_above_BT = ratio_BT > spec.importance_cap
+        if spec.importance_bound == "mask":
+            importance_BT = torch.where(is_above_BT, 0.0, ratio_BT)
+        else:
+            importance_BT = ratio_BT.clamp(max=spec.importance_cap)
         counts_BT = batch.weights_BT > 0
         counted_BT = torch.where(counts_BT, importance_BT, 0.0)
         sums = {
             "importance": sum_where(counts_BT, importance_BT),
             "max_importance": counted_BT.amax(),
+            "importance_bounded": (is_above_BT & counts_BT).sum(),
         }
         corrected_BT = token_loss.loss_BT * importance_BT
         return TokenLoss(corrected_BT, token_loss.is_clipped_BT), sums
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the policy's metrics, and with `importance` mean and maximum of c."""
+        """Return the policy's metrics, and with `importance` those of c.
+
+        They are its mean and maximum, and the share of tokens whose ratio is above importance_cap.
+        """
         metrics = super().step_metrics(sums)
         if "importance" in sums:
             tokens = max(1.0, sums["tokens"])
             metrics["importance_mean"] = sums["importance"] / tokens
             metrics["importance_max"] = sums["max_importance"]
+            metrics["importance_bounded"] = sums["importance_bounded"] / tokens
         return metrics

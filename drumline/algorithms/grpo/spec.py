@@ -75,7 +75,14 @@ class GRPOConfig(PromptSpec):
     )
     importance: Literal["none", "token", "sequence"] = Field(
         "none",
-        description="Correct for a generator that is not quite the policy: multiply by min(π_old/π_generator, importance_cap).",
+        description="Correct for a generator that is not quite the policy: multiply the loss by π_old/π_generator of the token, or of"
+        " the whole completion, bounded by importance_cap.",
+    )
+    importance_bound: Literal["truncate", "mask"] = Field(
+        "truncate",
+        description="importance: what a weight above importance_cap becomes. truncate: importance_cap (TIS, Yao et al. 2025, Your"
+        " Efficient RL Framework Secretly Brings You Off-Policy RL Training). mask: 0, so the token or the completion teaches nothing"
+        " (MIS, Liu et al. 2025, When Speed Kills Stability); it still counts in the means of the loss.",
     )
     ahead: Literal[0, 1] = Field(
         0,
@@ -83,7 +90,7 @@ class GRPOConfig(PromptSpec):
         " `importance`, which is then token if it is not set.",
     )
     importance_cap: float = Field(
-        2.0, gt=1, le=MOST_WEIGHT, description="importance: the weight is truncated here."
+        2.0, gt=1, le=MOST_WEIGHT, description="importance: the largest weight."
     )
 
     @field_validator("group_size")
@@ -111,6 +118,13 @@ class GRPOConfig(PromptSpec):
         if isinstance(values, dict) and values.get("ahead"):
             return {"importance": "token", **values}
         return values
+
+    @model_validator(mode="after")
+    def _bounds_a_weight(self) -> GRPOConfig:
+        """Refuse a way to bound the weights of `importance` without that."""
+        if self.importance == "none" and self.importance_bound != "truncate":
+            raise ValueError("importance_bound is of importance: set importance: token or sequence")
+        return self
 
     @model_validator(mode="after")
     def _may_go_ahead(self) -> GRPOConfig:

@@ -19,7 +19,13 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from drumline.config.rollouts import ContinuousGenerator, Generator, HFGenerator, VLLMGenerator
+from drumline.config.rollouts import (
+    ContinuousGenerator,
+    Generator,
+    HFGenerator,
+    ServerGenerator,
+    VLLMGenerator,
+)
 from drumline.config.run import MOST_NEW
 from drumline.hardware.cluster import Cluster
 from drumline.plan.estimate import PROCESS, Activations, HostMemory, Memory
@@ -834,7 +840,7 @@ def generates_with_weight_copy(layout: Layout) -> bool:
     lower precision.
     """
     generator = generator_of(layout)
-    if generator is None or isinstance(generator, VLLMGenerator):
+    if generator is None or isinstance(generator, ServerGenerator):
         return False
     if not layout.strategy.whole_weights or not is_data_parallel_only(layout.mesh):
         return True
@@ -864,7 +870,7 @@ def _sampling_bytes(layout: Layout, facts: ModelFacts) -> float:
     """
     rollout = layout.config.algorithm.rollout
     generator = generator_of(layout)
-    if generator is None or isinstance(generator, VLLMGenerator):
+    if generator is None or isinstance(generator, ServerGenerator):
         return 0.0
     if rollout is None:
         samples = layout.config.eval.samples

@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from drumline.config.mesh import Mesh
-from drumline.config.rollouts import Generator, VLLMGenerator
+from drumline.config.rollouts import Generator, ServerGenerator
 from drumline.hardware.cluster import Cluster
 from drumline.plan.estimate import Activations, Estimate, Seconds
 from drumline.plan.facts import ModelFacts
@@ -224,7 +224,7 @@ def _samples_on_server_ahead(layout: Layout) -> bool:
     rollout = layout.config.algorithm.rollout
     if rollout is None or not rollout.lookahead:
         return False
-    return isinstance(rollout.generator, VLLMGenerator) and bool(rollout.generator.url)
+    return isinstance(rollout.generator, ServerGenerator) and bool(rollout.generator.url)
 
 
 def _exposed_communication(
@@ -441,12 +441,12 @@ def _token_seconds(
     Sampling is bound by memory (Pope et al. 2023): each token reads all weights, and the keys and
     values of the tokens before it. `rate`: FLOP/s of products.
     """
-    is_vllm = isinstance(generator, VLLMGenerator)
-    # Under autocast, sampling reads the fp32 weights of the policy. A copy and the models of vLLM and
+    has_own_engine = isinstance(generator, ServerGenerator)
+    # Under autocast, sampling reads the fp32 weights of the policy. A copy and the models of servers and
     # DeepSpeed are in the type in which they compute.
     bytes_per_entry = FP32_BYTES
     has_low_weights = (
-        is_vllm
+        has_own_engine
         or generates_with_weight_copy(layout)
         or layout.strategy.keeps_low
         or layout.is_pure_bf16
@@ -460,8 +460,8 @@ def _token_seconds(
     reading = (bytes_per_entry * facts.parameters + cache) / bandwidth
     computing = batch * forward_flops(facts) / rate
     token = max(reading, computing)
-    if is_vllm:
-        # vLLM replays CUDA graphs, so its host starts no kernels.
+    if has_own_engine:
+        # vLLM and SGLang replay CUDA graphs, so their hosts start no kernels.
         return token
     starts = START_SECONDS[layout.precision].forward * facts.layers
     return max(token, starts)
@@ -473,7 +473,8 @@ def _refresh_seconds(
     """Return the seconds in which sharded weights are gathered once for a sampler with its own."""
     world = layout.mesh.world_size
     has_own_weights = generates_with_weight_copy(layout)
-    if isinstance(generator, VLLMGenerator) and generator.weights != "none":
+    # An adapter that is handed over alone is small.
+    if isinstance(generator, ServerGenerator) and generator.weights == "folder":
         has_own_weights = True
     # With a whole copy of the weights on each rank there is nothing to gather.
     is_sharded = world > layout.mesh.replicate

@@ -33,7 +33,7 @@ from torch import nn
 
 from drumline.config.mesh import share
 from drumline.engine.data_parallel import DataParallelWrapper
-from drumline.engine.engine import DeviceSums, sum_on_device
+from drumline.engine.engine import DeviceSums, IsWanted, is_any, sum_on_device
 from drumline.engine.native import ForwardEngine
 from drumline.engine.norms import CLIP_EPSILON
 from drumline.engine.optimizer import MakeOptimizer, make_state, new_optimizer
@@ -427,13 +427,15 @@ class DeepSpeedEngine(ForwardEngine):
             gradients.div_(by)
             self.divisor = 1.0
 
-    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def whole_weights(self, is_wanted: IsWanted = is_any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield trainable weights in fp32, as they are kept.
 
         Frozen ones come in the type that they compute in.
         """
         tied = tied_names(self.model)
         for name, tensor in all_tensors(self.model).items():
+            if not is_wanted(name):
+                continue
             if name in self.named:
                 full = safe_get_full_fp32_param(tensor).to(self.engine.device)
             else:
