@@ -49,7 +49,7 @@ def vllm(model_dir: str, out: Path, urls: list[str]) -> dict[str, Any]:
     found["lost"] = list(lost_servers(made))
     in_the_way = out.parent / "in-the-way"
     in_the_way.write_text("")
-    blocked = config.model_copy(update={"folder": str(in_the_way)})
+    blocked = config.model_copy(update={"folder": str(in_the_way), "url": urls[0]})
     _, refresh = build_generator(blocked, tokenizer, 3, None, lambda: None)
     assert refresh is not None
     try:

@@ -36,6 +36,13 @@ CASES: dict[str, dict[str, Any]] = {
     "dapo_kl": {"loss_type": "dapo", "beta": BETA, "clip_high": 0.28},
     "grpo_importance_token": {"loss_type": "grpo", "beta": BETA, "importance": "token"},
     "dapo_importance_sequence": {"loss_type": "dapo", "clip_high": 0.28, "importance": "sequence"},
+    "grpo_masked_token": {"loss_type": "grpo", "importance": "token", "importance_bound": "mask"},
+    "dapo_masked_sequence": {
+        "loss_type": "dapo",
+        "beta": BETA,
+        "importance": "sequence",
+        "importance_bound": "mask",
+    },
     "gspo": {"loss_type": "grpo", "ratio": "sequence", "clip_high": 0.05},
     "gspo_tight": {"loss_type": "dapo", "beta": BETA, "ratio": "sequence", "clip_high": 0.02},
     "cispo": {"loss_type": "cispo", "clip_high": 0.1},
@@ -93,11 +100,16 @@ def main() -> None:
             "num_items_in_batch": mask_BM.sum(),
         }
         if importance != "none":
-            # As _generate_and_score_completions does it for token_truncate and sequence_truncate.
+            # As _generate_and_score_completions does it for token_truncate, sequence_truncate,
+            # token_mask and sequence_mask.
             difference = (old_BM - sampler_BM) * mask_BM
             if importance == "sequence":
                 difference = difference.sum(-1, keepdim=True)
-            batch["importance_sampling_ratio"] = difference.exp().clamp(max=CAP)
+            ratio = difference.exp()
+            if options.get("importance_bound") == "mask":
+                batch["importance_sampling_ratio"] = ratio.masked_fill(ratio > CAP, 0.0)
+            else:
+                batch["importance_sampling_ratio"] = ratio.clamp(max=CAP)
         loss_type = options["loss_type"]
         kind = RLOOTrainer if loss_type == "rloo" else GRPOTrainer
         loss = kind._compute_loss(trainer(leaf, options), None, batch)

@@ -134,7 +134,15 @@ CUT = [
     [4, 3, 1],
     [0, -1, -1],
 ]
-OPTIONS = {"clip_high", "importance", "surrogate", "ratio", "delta", "entropy_weight"}
+OPTIONS = {
+    "clip_high",
+    "importance",
+    "importance_bound",
+    "surrogate",
+    "ratio",
+    "delta",
+    "entropy_weight",
+}
 
 
 @pytest.mark.claim("DPO, reward models, GRPO and PPO are their formulas")
