@@ -179,7 +179,7 @@ def place_at_last_token(scores_N: torch.Tensor, mask_NM: torch.Tensor) -> torch.
 
 
 def turn_returns(rewards_N: torch.Tensor, turns: Sequence[Sequence[EpisodeTurn]]) -> torch.Tensor:
-    """Return the reward of each episode from each of its turns on, fp64[N, K].
+    """Return for each turn the sum of its episode's rewards from this turn to the end, fp64[N, K].
 
     K is the largest number of turns. NaN stands for a turn that an episode does not have, and for
     all turns of an episode whose reward is not known.
@@ -202,9 +202,10 @@ def turn_returns(rewards_N: torch.Tensor, turns: Sequence[Sequence[EpisodeTurn]]
 
 
 def turn_numbers(turns: Sequence[Sequence[EpisodeTurn]], mask_NM: torch.Tensor) -> torch.Tensor:
-    """Return which turn of its episode each token is of, int64[N, M], counted from 0.
+    """Return the number of each token's turn in its episode, counted from 0: int64[N, M].
 
-    It is 0 for tokens that the policy has not sampled. `mask_NM`: bool, True for those that it has.
+    It is 0 for tokens that the policy has not sampled.
+    `mask_NM`: bool, True for the tokens that were sampled.
     """
     numbers_NM = torch.zeros(mask_NM.shape, dtype=torch.int64)
     for row, turns_of_episode in enumerate(turns):
@@ -215,15 +216,15 @@ def turn_numbers(turns: Sequence[Sequence[EpisodeTurn]], mask_NM: torch.Tensor) 
     return numbers_NM
 
 
-def groups_differ(
+def have_nonzero_advantages(
     rewards_N: torch.Tensor, group_size: int, turns: Sequence[Sequence[EpisodeTurn]] = ()
 ) -> list[bool]:
-    """Return for each group whether any advantage of it may differ from 0.
+    """Return for each group whether any of its advantages may differ from 0; else it teaches nothing.
 
     Args:
         rewards_N: The reward of each episode, group after group; NaN: not known.
         group_size: Number of episodes of a group.
-        turns: The turns of each episode, if each has advantages of its own; else empty.
+        turns: The turns of each episode if advantages are computed by turn; else empty.
     """
     if not turns:
         return have_different_rewards(rewards_N.reshape(-1, group_size)).tolist()
@@ -236,7 +237,7 @@ def groups_differ(
 def _returns_by_turn(
     rewards_N: torch.Tensor, turns: Sequence[Sequence[EpisodeTurn]], group_size: int
 ) -> torch.Tensor:
-    """Return `turn_returns` with a row for each turn of each of P groups, fp64[P, K, G]."""
+    """Return `turn_returns` sorted by group, then turn, then episode of the group: fp64[P, K, G]."""
     returns_NK = turn_returns(rewards_N, turns)
     returns_PGK = returns_NK.reshape(-1, group_size, returns_NK.shape[1])
     return returns_PGK.transpose(1, 2)
@@ -251,18 +252,19 @@ def add_turn_advantages(
 ) -> Episodes:
     """Return the episodes with an advantage for each turn, which all tokens of the turn have.
 
-    It compares the episode's rewards from this turn on with those of the group from the same turn on.
-    Advantages of turns by their number in a group are those of MT-GRPO (Zeng et al. 2025); the return
-    of a turn takes the place of its reward as in GTPO (Ding et al. 2025), without a discount. What
-    came before a turn cannot depend on it, and only adds noise. An episode that is the only one of
-    its group to have a turn has the advantage 0 there.
+    The advantage of turn k compares the sum of the episode's rewards from turn k on with the same sums
+    of the other episodes of its group. That turns with the same number are compared is from MT-GRPO
+    (Zeng et al. 2025). That later rewards are added to a turn's own is from GTPO (Ding et al. 2025),
+    here without a discount. Earlier rewards are left out: the turn cannot change them, so they would
+    only add noise. If only one episode of a group has a turn k, its advantage there is 0.
 
     `scale`, `estimator`: as in `group_advantages`, over turns in place of episodes.
     """
     returns_PKG = _returns_by_turn(rewards_N, episodes.turns, group_size)
     groups, most_turns, _ = returns_PKG.shape
-    rows = group_advantages(returns_PKG.reshape(-1, group_size), scale, estimator)
-    advantages_PGK = rows.view(groups, most_turns, group_size).transpose(1, 2)
+    # Each turn of each group is compared as a group of its own.
+    advantages_EG = group_advantages(returns_PKG.reshape(-1, group_size), scale, estimator)
+    advantages_PGK = advantages_EG.view(groups, most_turns, group_size).transpose(1, 2)
     advantages_NK = advantages_PGK.reshape(-1, most_turns).float()
     numbers_NM = turn_numbers(episodes.turns, episodes.mask_NM)
     advantages_NM = advantages_NK.gather(1, numbers_NM)
@@ -272,9 +274,9 @@ def add_turn_advantages(
 def place_at_turn_ends(
     turns: Sequence[Sequence[EpisodeTurn]], mask_NM: torch.Tensor
 ) -> torch.Tensor:
-    """Return each turn's reward at the last token that was sampled in it, 0 elsewhere: fp32[N, M].
+    """Return each turn's reward at the turn's last sampled token, 0 elsewhere: fp32[N, M].
 
-    The reward of a turn without tokens is placed at the token before it.
+    A turn without tokens has its reward at the last token before it.
     `mask_NM`: bool, True for the tokens that were sampled.
     """
     rewards_NM = torch.zeros(mask_NM.shape)
@@ -317,7 +319,8 @@ def add_gae_advantages(
 ) -> Episodes:
     """Return the episodes with the advantages and returns of `gae`, and weights of tokens.
 
-    A token's reward is −`kl_penalty_NM`; the last token also gets the episode's reward.
+    A token's reward is −`kl_penalty_NM`. The last token also gets the episode's reward, or with
+    `credits_turns` the last token of each turn the reward of the turn.
 
     Args:
         episodes: The episodes, with values.
@@ -327,8 +330,8 @@ def add_gae_advantages(
         lam: As in `gae`.
         should_whiten: Whether advantages get mean 0 and variance 1 over the rollout. Returns stay as
             they are, since the value is fitted to them.
-        credits_turns: Whether the last token of each turn gets the turn's part of the reward, in
-            place of the last token of the episode.
+        credits_turns: Whether each turn's part of the reward is placed at the last token of the turn.
+            Otherwise the whole reward is placed at the last token of the episode.
     """
     mask_NM = episodes.mask_NM
     is_trained_N = ~rewards_N.isnan()

@@ -382,8 +382,9 @@ class TeachingSpec(ChunkedSpec):
     )
     divergence: DivergenceKind = Field(
         "forward_kl",
-        description="The loss of a token: forward_kl, KL(teacher ‖ model), covers all that the teacher may say; reverse_kl, KL(model ‖"
-        " teacher), keeps to what it does say; jsd: between them, by beta (generalised Jensen-Shannon divergence).",
+        description="The loss of a token. forward_kl: KL(teacher ‖ model), so the model covers all that the teacher may say. reverse_kl:"
+        " KL(model ‖ teacher), so the model says only what the teacher finds likely. jsd: between the two, by beta (generalised"
+        " Jensen-Shannon divergence).",
     )
     beta: float = Field(
         0.5,
@@ -395,7 +396,8 @@ class TeachingSpec(ChunkedSpec):
         32,
         ge=0,
         le=4096,
-        description="Likeliest next tokens that models are compared by; all others count as one more. 0: the whole vocabulary.",
+        description="Number of likeliest next tokens that the two models are compared at; all others count as one token. 0: the whole"
+        " vocabulary.",
     )
     temperature: Above0 = Field(
         1.0, description="The logits of both models are divided by it in the divergence."
@@ -410,7 +412,7 @@ class TeachingSpec(ChunkedSpec):
 
     @property
     def asks_teacher_live(self) -> bool:
-        """Whether the teacher answers in every step, and not once before the first one."""
+        """Whether the teacher runs in every step. If not, it ran once before the first step."""
         return True
 
     @property
@@ -528,10 +530,12 @@ class SamplingSpec(ChunkedSpec):
         return self
 
     @model_validator(mode="after")
-    def _has_rewards_of_turns(self) -> SamplingSpec:
-        """Refuse credit by turn if no reward is of a turn."""
-        is_given = any(reward.kind == "environment" and reward.weight for reward in self.rewards)
-        if self.credits_turns and not is_given:
+    def _refuse_credit_without_turn_rewards(self) -> SamplingSpec:
+        """Refuse credit by turn if no reward belongs to a turn."""
+        has_turn_rewards = any(
+            reward.kind == "environment" and reward.weight for reward in self.rewards
+        )
+        if self.credits_turns and not has_turn_rewards:
             raise ValueError(
                 "credit: turn requires a reward of kind environment, since no other is of a turn: add one, or take credit out"
             )
@@ -592,7 +596,7 @@ class SamplingSpec(ChunkedSpec):
 
     @property
     def failure_limit(self) -> RewardFailureConfig | None:
-        """What is done when rewards keep failing; None: nothing, the run learns without them."""
+        """When to end a run whose rewards keep failing; None: never, as the loss reads no rewards."""
         return None
 
     @property
@@ -602,9 +606,9 @@ class SamplingSpec(ChunkedSpec):
 
     @property
     def sampled_share(self) -> float:
-        """The share of the prompts that the policy completes.
+        """The share of the prompts that the policy completes itself.
 
-        For the others the completion is that of their row, the second segment of their sample.
+        For the others the completion in their row is learned, the second segment of their sample.
         """
         return 1.0
 

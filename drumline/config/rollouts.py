@@ -63,12 +63,15 @@ class _TimedReward(_Reward):
 
 
 class _UntimedReward(_Reward):
-    """The base of rewards that are known or computed on the rank, which need no limit of time."""
+    """The base of rewards that the rank itself computes, which need no limit of time."""
 
     @model_validator(mode="before")
     @classmethod
-    def _has_no_limit(cls, values: Any) -> Any:
-        """Take the old key `timeout_seconds` out, which all kinds had until 0.6 and some never read."""
+    def _drop_old_timeout(cls, values: Any) -> Any:
+        """Drop the default of the old key `timeout_seconds`, and refuse other values of it.
+
+        All kinds of rewards had the key until 0.6, but it never had an effect on these.
+        """
         if not isinstance(values, dict) or "timeout_seconds" not in values:
             return values
         rest = dict(values)
@@ -139,7 +142,7 @@ class EnvironmentReward(_UntimedReward):
     kind: Literal["environment"] = "environment"
 
 
-# Rewards that processes of their own compute, within a limit of time.
+# Rewards that are computed in processes of their own, within a limit of time.
 TimedReward = FunctionReward | TaskReward | MathReward | RegexReward
 Reward = Annotated[
     TimedReward | LengthReward | ModelReward | EnvironmentReward,
@@ -187,8 +190,8 @@ class ContinuousGenerator(_Generator):
 
 Urls = PathText | Annotated[tuple[PathText, ...], Field(min_length=1)]
 _SERVERS = (
-    "http://HOST:PORT of the server, or a list of them. Of several, the one with the fewest requests under way gets the next. If one"
-    " is lost, its requests go to the others; once it is back, it gets the present weights, and then requests."
+    "http://HOST:PORT of the server, or a list of them. A request goes to the server with the fewest requests under way. If a server"
+    " is lost, its requests go to the others. Once it is back, it gets the present weights, and then requests again."
 )
 
 
@@ -200,17 +203,19 @@ class ServerGenerator(_Generator):
         64,
         gt=0,
         le=10**6,
-        description="Sequences under way at once, of each rank and on each server.",
+        description="Sequences that each rank has under way at the same time; with several servers, on each of them.",
     )
     timeout_seconds: Seconds = Field(
-        600.0, description="url: limit of one request, and of loading weights."
+        600.0, description="url: the most time for one request, or for loading weights."
     )
     weights: Literal["none", "folder", "adapter"] = Field(
         "folder",
-        description="folder: write the weights to a folder that the servers read too, and ask them to load it; none: they keep their own.",
+        description="How the servers get new weights. folder: all weights are written to `folder`, and the servers load them. none:"
+        " servers keep their own weights.",
     )
     folder: PathText | None = Field(
-        None, description="The folder that the weights are written to; null: RUN/rollout-weights."
+        None,
+        description="The folder that weights are written to, which the servers see under the same path; null: RUN/rollout-weights.",
     )
 
     @property
@@ -223,7 +228,8 @@ class ServerGenerator(_Generator):
         return self.url
 
     @model_validator(mode="after")
-    def _names_servers(self) -> ServerGenerator:
+    def _check_servers(self) -> ServerGenerator:
+        """Refuse addresses that are no URLs or given twice, and a folder that is not used."""
         for url in self.urls:
             if not url.startswith(("http://", "https://", "${env:")):
                 raise ValueError("url begins with http:// or https://")
@@ -244,9 +250,9 @@ class VLLMGenerator(ServerGenerator):
     )
     weights: Literal["none", "folder", "adapter"] = Field(
         "folder",
-        description="url: folder: write the weights to a folder that the servers read too, and ask them to load them (they must run with"
-        " VLLM_SERVER_DEV_MODE=1); adapter: the same, of a LoRA adapter alone (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and"
-        " --max-lora-rank; tested against a stand-in for vLLM); none: they keep their own.",
+        description="url: how the servers get new weights. folder: all weights are written to `folder`, and the servers load them (start"
+        " them with VLLM_SERVER_DEV_MODE=1). adapter: the LoRA adapter alone is (start them with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1,"
+        " --enable-lora and --max-lora-rank; tested against a stand-in for vLLM). none: servers keep their own weights.",
     )
     memory: float = Field(
         0.3,
@@ -276,11 +282,13 @@ class SGLangGenerator(ServerGenerator):
     )
     weights: Literal["none", "folder"] = Field(
         "folder",
-        description="folder: write the weights to a folder that the servers read too, and ask them to load it; none: they keep their own.",
+        description="How the servers get new weights. folder: all weights are written to `folder`, and the servers load them. none:"
+        " servers keep their own weights.",
     )
 
     @model_validator(mode="after")
-    def _has_known_log_probs(self) -> SGLangGenerator:
+    def _refuse_untested_sampling(self) -> SGLangGenerator:
+        """Refuse options with which SGLang's log-probs are not known."""
         if self.top_p < 1 or self.top_k > 1:
             raise ValueError(
                 "it is not tested which log-probs SGLang returns with top_p or top_k: leave them off"

@@ -1,4 +1,4 @@
-"""What servers and engines that sample completions cannot be combined with. No torch here."""
+"""Refusals of generators: what servers and engines that sample cannot be combined with. No torch here."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from drumline.plan.rule import Case
 
 WHERE = "algorithm.generator"
 WEIGHTS = "algorithm.generator.weights"
-# How to hand over an adapter that no server can load.
-INSTEAD = "use generator=hf"
+# The fix that works for each adapter: sampling without a server.
+OTHER_GENERATOR = "use generator=hf"
 
 
 def refusals(case: Case) -> Iterator[Refusal]:
-    """Yield why the generator of a case's rollouts is refused."""
+    """Yield the refusals of a case's generator; none if the algorithm samples nothing."""
     rollout = case.config.algorithm.rollout
     if rollout is None or not isinstance(rollout.generator, ServerGenerator):
         return
@@ -33,7 +33,7 @@ def refusals(case: Case) -> Iterator[Refusal]:
             WHERE,
         )
     if generator.weights == "adapter":
-        yield from _adapter(case)
+        yield from _adapter_refusals(case)
     if generator.url is None and case.config.model.id is None:
         yield Refusal(
             "vLLM × a model without files",
@@ -43,8 +43,8 @@ def refusals(case: Case) -> Iterator[Refusal]:
         )
 
 
-def _adapter(case: Case) -> Iterator[Refusal]:
-    """Yield refusals of an adapter that is handed to servers which have the base model."""
+def _adapter_refusals(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of `weights: adapter`, which hands an adapter to servers with the base model."""
     adapter = case.config.adapter
     if not isinstance(adapter, LoRAConfig):
         yield Refusal(
@@ -58,49 +58,49 @@ def _adapter(case: Case) -> Iterator[Refusal]:
         yield Refusal(
             "weights=adapter × a model of the run's own",
             "the servers have no base model that the adapter fits",
-            f"{INSTEAD}, or set model.id to a model with weights, and take model.config out",
+            f"{OTHER_GENERATOR}, or set model.id to a model with weights, and take model.config out",
             WEIGHTS,
         )
-    yield from _unloadable(adapter)
+    yield from _refusals_by_vllm(adapter)
     facts = case.facts
     if facts is None:
         return
-    adapted = [weight.name for weight in facts.end_weights if ".lora_" in weight.name]
+    unsupported = [weight.name for weight in facts.end_weights if ".lora_" in weight.name]
     for block in facts.block_weights:
         for weight in block:
             if ".lora_" in weight.name and ".experts." in weight.name:
-                adapted.append(weight.name)
-    if adapted:
+                unsupported.append(weight.name)
+    if unsupported:
         yield Refusal(
             "weights=adapter × an adapter over experts, embedding or head",
-            f"whether vLLM loads it depends on its version and on the model: {adapted[0]}",
-            f"{INSTEAD}, or name layers of the blocks: adapter.targets=attention",
+            f"whether vLLM loads it depends on its version and on the model: {unsupported[0]}",
+            f"{OTHER_GENERATOR}, or name layers of the blocks: adapter.targets=attention",
             WEIGHTS,
         )
 
 
-def _unloadable(adapter: LoRAConfig) -> Iterator[Refusal]:
-    """Yield refusals of adapters that vLLM does not load, or not as they are trained."""
+def _refusals_by_vllm(adapter: LoRAConfig) -> Iterator[Refusal]:
+    """Yield refusals of adapters that vLLM cannot load, or would apply differently."""
     if adapter.dora:
-        yield _refusal("DoRA", "vLLM does not load it", "adapter.dora=false")
+        yield _adapter_refusal("DoRA", "vLLM does not load it", "adapter.dora=false")
     if adapter.init != "zero":
         reason = "it subtracts its first factors from the policy's weights, and servers keep theirs"
-        yield _refusal("PiSSA", reason, "adapter.init=zero")
+        yield _adapter_refusal("PiSSA", reason, "adapter.init=zero")
     if adapter.quantize != "none":
         reason = "the policy computes with packed weights, and servers with their own"
-        yield _refusal("QLoRA", reason, "adapter.quantize=none")
+        yield _adapter_refusal("QLoRA", reason, "adapter.quantize=none")
     if adapter.modules_to_save:
         reason = "vLLM loads no modules that were trained whole"
-        yield _refusal("modules_to_save", reason, "take adapter.modules_to_save out")
+        yield _adapter_refusal("modules_to_save", reason, "take adapter.modules_to_save out")
     if adapter.trainable_tokens:
         reason = "vLLM loads no rows of an embedding"
         fix = "take adapter.trainable_tokens and model.new_tokens out"
-        yield _refusal("trainable tokens", reason, fix)
+        yield _adapter_refusal("trainable tokens", reason, fix)
     if adapter.more:
         reason = "vLLM applies one adapter to a request"
-        yield _refusal("several adapters", reason, "take adapter.more out")
+        yield _adapter_refusal("several adapters", reason, "take adapter.more out")
 
 
-def _refusal(other: str, reason: str, fix: str) -> Refusal:
-    """Return a refusal of `weights: adapter` beside an option of the adapter."""
-    return Refusal(f"weights=adapter × {other}", reason, f"{INSTEAD}, or {fix}", WEIGHTS)
+def _adapter_refusal(other: str, reason: str, fix: str) -> Refusal:
+    """Return the refusal of `weights: adapter` together with an option of the adapter."""
+    return Refusal(f"weights=adapter × {other}", reason, f"{OTHER_GENERATOR}, or {fix}", WEIGHTS)

@@ -142,9 +142,10 @@ def greedy_generator(generator: Any) -> Generator:
 def probe_generators(generator: Any, new_tokens: int) -> dict[str, Generator]:
     """Return generators that use the same model and sample from the whole distribution.
 
-    They keep the temperature, and have no top-k, no top-p and no stop text. Of several servers there is
-    one for each that is not lost, in the order of the config: it asks the others only if its own gets
-    lost. The keys are what a message calls them. All ranks get the same number just after a hand-over.
+    They keep the temperature, and have no top-k, no top-p and no stop text. With several servers there
+    is one generator for each server that is not lost, in the order of the config. It asks another
+    server only if its own gets lost. The keys are the names that messages use. Just after a hand-over
+    all ranks know of the same lost servers, so they get the same number of generators.
 
     `new_tokens`: the most tokens of a completion.
     """
@@ -159,7 +160,7 @@ def probe_generators(generator: Any, new_tokens: int) -> dict[str, Generator]:
         if server.is_lost:
             continue
         probe_of_server = copy.copy(probe)
-        probe_of_server.wanted = server
+        probe_of_server.preferred_server = server
         probes[f"what samples at {server.url}"] = probe_of_server
     return probes
 

@@ -30,13 +30,13 @@ MOST_OF_RANK = 256
 
 @dataclass
 class Turn:
-    """A turn of the model, and what the environment made of it."""
+    """A turn of the model, and the environment's verdict on it."""
 
     # The number of tokens that the model sampled.
     tokens: int
     # The index of the model's message among those of the episode.
-    message: int
-    # What the environment gave for it; None: nothing.
+    message_index: int
+    # The environment's reward for it; None: it gave none.
     reward: float | None = None
     # Number of calls of tools, and how many of them failed.
     tool_calls: int = 0
@@ -47,7 +47,8 @@ class Turn:
 class Conversation(Completion):
     """An episode of several turns. Its tokens are all those behind the prompt.
 
-    Log-probs of the environment's tokens are 0. Its lists grow while it is played.
+    Log-probs of the environment's tokens are 0. While the episode is played, its lists are extended in
+    place.
     """
 
     # The tokens before the model's first turn.
@@ -95,16 +96,16 @@ class Start:
 
 
 class _Episode:
-    """An episode that is going on."""
+    """An episode that is being played."""
 
     def __init__(self, start: Start) -> None:
         self.start = start
-        # What was said so far. It has the row's prompt until `reset` has returned another one.
+        # The episode so far. Its prompt is the row's until `reset` has returned another one.
         self.conversation = Conversation([], [], ended=False, prompt=start.request.tokens)
         self.is_over = False
 
     def change(self, **fields: Any) -> None:
-        """Replace fields of the conversation."""
+        """Replace fields of the frozen `conversation`."""
         self.conversation = replace(self.conversation, **fields)
 
     def end(self, ended: bool, failure: str | None = None) -> None:
@@ -239,7 +240,7 @@ class Conversations:
             episode.append(completion.tokens, completion.log_probs, sampled=True)
             read = self.chat.read(completion.tokens)
             conversation = episode.conversation
-            taken = Turn(len(completion.tokens), message=len(conversation.messages))
+            taken = Turn(len(completion.tokens), message_index=len(conversation.messages))
             conversation.turns.append(taken)
             conversation.messages.append(read.message)
             episode.change(answer=read.content)

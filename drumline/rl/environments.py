@@ -208,13 +208,13 @@ class Environments:
         return tools
 
     def reset(self, rows: dict[int, dict[str, Any]], seeds: dict[int, int]) -> dict[int, Reply]:
-        """Begin episodes, and return the reply of each. `tools` was called before.
+        """Begin episodes, and return the reply of each. Call `tools` before the first ones.
 
         Args:
             rows: Number of the episode → what its `reset` gets.
             seeds: Number of the episode → seed of its random numbers.
 
-        Raises EnvironmentFault if the process that was replaced cannot be started.
+        Raises EnvironmentFault if a process that has ended cannot be started again.
         """
         if not self._server.is_alive:
             self._replace_server()
@@ -225,12 +225,13 @@ class Environments:
         return self._call(arguments, seeds)
 
     def _replace_server(self) -> None:
-        """Start the process that imports anew. It may have been killed for its memory.
+        """Start a new process that imports the user's code, after the old one has ended.
 
-        The episodes that it had have failed. Raises EnvironmentFault if it cannot be started.
+        The old one may have been killed for its memory. Its episodes have failed. Raises
+        EnvironmentFault if the new one cannot be started.
         """
-        # The old process may take some seconds to end. The new one may take START_SECONDS to read its
-        # task, and as long to import.
+        # Give the watcher the longest time that this takes: the end of the old process, and
+        # START_SECONDS each for the new one to read its task and to import.
         heartbeat.alive(EXIT_SECONDS + END_SECONDS + 2 * START_SECONDS)
         self._server.kill()
         self._server = EnvironmentServer(self.config, self.base_dir)

@@ -19,7 +19,7 @@ from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.rl.generate import WHERE, Weights, rank_and_world_size
 from drumline.rl.servers import HEALTH_SECONDS, ServedGenerator, Server, ServerError
 
-# The most bytes of a file of weights, which rank 0 has in host memory at the same time.
+# The most bytes of a file of weights. Rank 0 holds the weights of one file in host memory.
 SHARD_BYTES = 2 * 2**30
 # The name that PEFT gives an adapter's weights.
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -37,11 +37,11 @@ class AdapterFiles:
 
 
 class WeightFolder:
-    """Hands the weights to servers. Rank 0 writes safetensors files, and asks each server to load them.
+    """Hands weights to servers: rank 0 writes safetensors files, and asks each server to load them.
 
-    The files have all weights, or an adapter's alone, as PEFT writes it.
+    The files have all weights of the model, or those of its adapter as PEFT writes them.
 
-    A lost server that answers again gets the weights like the others, and only then requests.
+    A lost server that answers again gets the weights like the others, and after that requests.
     """
 
     def __init__(
@@ -64,20 +64,21 @@ class WeightFolder:
         self.pool = generator.pool
         self.folder = folder
         self.dtype = dtype
-        # How often weights were handed over.
+        # Number of hand-overs so far.
         self.hand_overs = 0
 
     def refresh(self, weights: Weights) -> None:
         """Hand over the weights. Collective; it returns once the servers have them, on all ranks.
 
-        Raises EnvironmentFault if the folder cannot be written, DrumlineError if no server takes the
-        weights, on all ranks. Of the first hand-over all servers must take them.
+        Raises on all ranks: EnvironmentFault if the folder cannot be written, and DrumlineError if no
+        server takes the weights. In the first hand-over each server must take them.
         """
-        self._share_losses()
+        self._share_lost_servers()
         failure: DrumlineError | None = None
         if rank_and_world_size()[0] == 0:
             failure = self._hand_over(weights)
         else:
+            # Each step of the iterator is collective, and rank 0 alone needs the tensors.
             for _ in weights:
                 continue
         self.hand_overs += 1
@@ -91,8 +92,8 @@ class WeightFolder:
             )
         self.pool.set_states(states_of_rank_0)
 
-    def _share_losses(self) -> None:
-        """Take a server that any rank has lost as lost: it may have been restarted. Collective."""
+    def _share_lost_servers(self) -> None:
+        """Mark each server as lost that any rank has lost: it may have restarted. Collective."""
         servers = self.pool.servers
         for lost_by_rank in from_all([server.is_lost for server in servers]):
             for server, is_lost in zip(servers, lost_by_rank, strict=True):
@@ -108,12 +109,11 @@ class WeightFolder:
         folder = self.folder / f"{self.hand_overs % 2}"
         previous_folder = self.folder / f"{(self.hand_overs + 1) % 2}"
         failure: DrumlineError | None = None
-        # All weights are taken even if a file cannot be written: the iterator is collective, and the
-        # other ranks go on.
+        # The iterator is collective, so rank 0 goes through all weights even if a file cannot be written.
         if self.adapter is None:
             shards = _shards(weights, self.dtype, SHARD_BYTES)
         else:
-            # PEFT has an adapter in one file, which is small.
+            # PEFT reads an adapter from a single file, which is small.
             shards = _shards(weights, torch.float32, math.inf)
         for number, shard in enumerate(shards):
             if failure is None:
@@ -126,9 +126,10 @@ class WeightFolder:
         return failure
 
     def _load_everywhere(self, folder: Path) -> DrumlineError | None:
-        """Have all servers load the weights at the same time; those that fail are lost.
+        """Have all servers load the weights at the same time, and mark those that fail as lost.
 
-        Returns why no server has them, or why one refused them; None if the run can go on.
+        Returns an error that must end the run: no server has the weights, or one refused them. None if
+        the run can go on.
         """
         servers = self.pool.servers
         with ThreadPoolExecutor(len(servers)) as threads:
@@ -136,22 +137,23 @@ class WeightFolder:
         for server, error in zip(servers, errors, strict=True):
             if error is None:
                 continue
-            is_mistake = self.hand_overs == 0 or error.is_refusal
-            if is_mistake and not server.is_lost:
+            # The server or the config is wrong, which a restart of the server does not change.
+            is_set_up_wrongly = self.hand_overs == 0 or error.is_refusal
+            if is_set_up_wrongly and not server.is_lost:
                 return error
-            # A lost server stays lost, for this reason.
+            # For a server that was lost already, only the reason changes.
             if not self.pool.lose(server, error):
                 return error
         return None
 
     def _load(self, server: Server, folder: Path) -> ServerError | None:
-        """Have one server load the weights; a lost one only if it is back.
+        """Have one server load the weights. A lost server loads them if it is back.
 
         Returns why that failed; None if it did not.
         """
         try:
             if server.is_lost:
-                self.generator.describe(server, HEALTH_SECONDS)
+                self.generator.identify(server, HEALTH_SECONDS)
             self.generator.load(server, folder, self.hand_overs)
         except ServerError as error:
             return error
@@ -194,9 +196,12 @@ class WeightFolder:
 def _shards(
     weights: Weights, dtype: torch.dtype, most_bytes: float
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the weights on the host, in dictionaries of at most so many bytes, or of one larger tensor.
+    """Yield the weights in host memory, as one dictionary of name → tensor for each file.
 
-    `dtype`: the type of floating-point weights.
+    Args:
+        weights: The weights; tensors that are not floating-point keep their type.
+        dtype: The type of floating-point weights.
+        most_bytes: The most bytes of a dictionary. A larger tensor has one of its own.
     """
     shard: dict[str, torch.Tensor] = {}
     size = 0

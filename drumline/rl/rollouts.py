@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from drumline.algorithms.credit import groups_differ
+from drumline.algorithms.credit import have_nonzero_advantages
 from drumline.algorithms.policy import KLController, divergence
 from drumline.config.algorithm import SamplingSpec
 from drumline.data.batches import Episodes, EpisodeTurn
@@ -59,13 +59,13 @@ from drumline.telemetry.watched import Completions
 MOST_REASONS = 3
 # The most samples of a rollout that its event shows.
 MOST_SHOWN = 8
-# How many numbers `dist.seeds.derive` may return.
-SEEDS = 2**63
+# `dist.seeds.derive` returns a number from 0 to this one, which it never reaches.
+SEED_RANGE = 2**63
 
 
 @dataclass(frozen=True)
 class RowCompletion(Completion):
-    """The completion that a row of the data has, which nobody sampled."""
+    """A completion that is in a row of the data, and was not sampled."""
 
     # Whether each token is learned from.
     learned: list[bool]
@@ -73,7 +73,11 @@ class RowCompletion(Completion):
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion of a prompt with its reward, which is NaN if it failed, none applies or none is set."""
+    """A completion of a prompt with its reward.
+
+    The reward is NaN if it could not be computed, if no reward applies to the sample, or if the config
+    lists none.
+    """
 
     # The prompt's number in the cache.
     prompt_id: int
@@ -83,7 +87,7 @@ class Sample:
     reward: float
     # Whether any reward applies to this sample.
     applies: bool = True
-    # The turns of an episode with an environment, with their parts of the reward.
+    # With an environment the turns, each with its part of the reward.
     turns: Sequence[EpisodeTurn] = ()
 
     @property
@@ -108,12 +112,12 @@ class ScoredSamples:
     failures: dict[str, Counter[str]]
     # The gap between sampler and policy, see SamplerCheck.gap; None if there is none.
     sampler_gap: float | None = None
-    # The rows' own completions that are learned from, too, see `SamplingSpec.sampled_share`.
+    # Completions of rows that are learned from, too, see `SamplingSpec.sampled_share`.
     row_samples: tuple[Sample, ...] = ()
 
     @property
     def learned(self) -> list[Sample]:
-        """All that is learned from: what the policy sampled, then the rows' own completions."""
+        """All samples that are learned from: those of the policy, then the completions of rows."""
         return [*self.samples, *self.row_samples]
 
     @property
@@ -138,13 +142,14 @@ class ScoredSamples:
     def rewards_differ(self, group_size: int, credits_turns: bool = False) -> list[bool]:
         """Return for each group whether its rewards differ; only such a group teaches anything.
 
-        `credits_turns`: whether the rewards from some turn on are enough to differ.
+        `credits_turns`: whether advantages are computed by turn. It is then enough that the sums of
+        rewards from some turn on differ.
         """
         rewards_N = torch.tensor(self.rewards, dtype=torch.float32)
         turns: list[Sequence[EpisodeTurn]] = []
         if credits_turns:
             turns = [sample.turns for sample in self.samples]
-        return groups_differ(rewards_N, group_size, turns)
+        return have_nonzero_advantages(rewards_N, group_size, turns)
 
 
 class RolloutEvaluation(NamedTuple):
@@ -174,7 +179,7 @@ class PendingRollout:
             prompt_ids: The prompts' numbers in the cache, each as often as it is completed.
             complete: Waits for the completions and returns them; called once, on the first access.
             sampler_gap: SamplerCheck.gap when sampling ahead began; None if nothing is sampled ahead.
-            row_ids: Numbers of the prompts whose completion is that of their row.
+            row_ids: Numbers in the cache of prompts that are learned with the completion in their row.
         """
         self.prompt_ids = prompt_ids
         self.row_ids = list(row_ids)
@@ -238,7 +243,7 @@ class Rollouts:
     emit: Emit
     # Plays episodes with environments; None: an episode is one completion.
     conversations: Conversations | None = None
-    # Compares held-out completions with a teacher; None without one.
+    # Compares the model with its teacher at held-out completions; None if there is no teacher.
     comparison: TeacherComparison | None = None
 
     def __post_init__(self) -> None:
@@ -367,12 +372,12 @@ class Rollouts:
         return PendingRollout(prompt_ids, complete, self.sampler_check.gap, row_ids)
 
     def _is_sampled(self, position: int) -> bool:
-        """Return whether the policy completes the prompt at a position, or takes its row's completion.
+        """Return whether the policy completes the prompt at a position; if not, its row does.
 
         It depends on the seed and the position alone, so it is the same on any number of ranks.
         """
         share = self.algorithm.sampled_share
-        return derive(self.plan.config.run.seed, "sampled", position) < share * SEEDS
+        return derive(self.plan.config.run.seed, "sampled", position) < share * SEED_RANGE
 
     def _batches(
         self,
@@ -617,9 +622,9 @@ class Rollouts:
         return ScoredSamples(samples, parts, self._count_failures(scores))
 
     def _rewarded_turns(self, completion: Completion, outcome: float) -> list[EpisodeTurn]:
-        """Return the turns of an episode with their parts of its reward; none without environment.
+        """Return the turns of an episode, each with its part of the reward; none without environment.
 
-        `outcome`: the part of the reward that is not the environment's; the last turn has it.
+        `outcome`: all of the reward that the environment did not give. It is added to the last turn.
         """
         if not isinstance(completion, Conversation) or not completion.turns:
             return []
@@ -711,9 +716,9 @@ class Rollouts:
     def _make_episodes(self, sampled: ScoredSamples) -> tuple[Episodes, dict[str, float]]:
         """Return the samples as episodes with all tensors that the objective reads, and metrics.
 
-        The metrics are those of `_sampler_metrics` if the policy has read the episodes, and with a
-        reference `kl`, the mean divergence from that in nats per token, and `kl_coefficient`. Without a
-        reference the divergence counts as 0.
+        If the policy has read the episodes, the metrics are those of `_sampler_metrics`. With a
+        reference they also have `kl`, the mean divergence from it in nats per token, and
+        `kl_coefficient`. Without a reference the divergence counts as 0.
         """
         samples = sampled.learned
         episodes = self._add_model_outputs(_samples_to_episodes(self.prompts, samples))
@@ -733,7 +738,7 @@ class Rollouts:
             tokens = episodes.mask_NM.sum().clamp(min=1)
             metrics["kl"] = float(kl_NM.sum() / tokens)
             metrics["kl_coefficient"] = self.kl.coefficient
-        rewards = [sample.reward for sample in sampled.learned]
+        rewards = [sample.reward for sample in samples]
         rewards_N = torch.tensor(rewards, dtype=torch.float32)
         penalty_NM = kl_NM * self.kl.coefficient
         episodes = self.algorithm.credited(episodes, rewards_N, penalty_NM)
@@ -773,7 +778,7 @@ class Rollouts:
             if self.comparison is not None:
                 set_sums = self.comparison.sums(_samples_to_episodes(cache, sampled.samples))
                 sums = add_sums(sums, set_sums)
-            # The only evaluation set has no name.
+            # A single evaluation set has no name.
             if name:
                 for key, value in self._evaluation_metrics(sampled.samples, set_sums).items():
                     by_set[f"{name}/{key}"] = value
@@ -835,7 +840,7 @@ class Rollouts:
         """
         samples = sampled.samples
         if not samples:
-            # All completions were those of rows, which are there for everyone to read.
+            # All completions are from rows. None was sampled, so there is nothing to report.
             return
         known = [reward for reward in sampled.rewards if not math.isnan(reward)]
         algorithm = self.algorithm
@@ -905,13 +910,13 @@ def _prompt_tokens(cache: TokenCache, prompt_id: int) -> list[int]:
 
 
 def _row_sample(cache: TokenCache, prompt_id: int) -> Sample:
-    """Return a prompt of the cache with the completion of its row, and without a reward.
+    """Return a prompt of the cache with the completion in its row, and without a reward.
 
-    What is learned from begins with the first target of the row, and ends with its last one.
+    The completion begins at the first token of the row that is learned, and ends at the last one.
     """
     tokens, learn = cache.segments(prompt_id)[1]
     (targets,) = np.nonzero(learn)
-    # No token predicts the first one.
+    # The first token of a row has none before it that could predict it.
     start = max(1, int(targets[0]))
     stop = int(targets[-1]) + 1
     completion = RowCompletion(
@@ -938,7 +943,7 @@ def _to_episodes(
 ) -> Episodes:
     """Return completions as `Episodes` with the sampler's log-probs.
 
-    `prompts`: their tokens. `metas`: of each prompt, which may have images.
+    `prompts`: the tokens of each prompt. `metas`: the metadata of each prompt, which may have images.
     """
     prompt_tokens = [np.asarray(prompt, np.int64) for prompt in prompts]
     tokens = []
@@ -961,10 +966,10 @@ def _to_episodes(
 
 
 def _sampler_metrics(episodes: Episodes) -> dict[str, float]:
-    """Return how far the sampler is from the policy, over all sampled tokens, in nats.
+    """Return how far the sampler is from the policy at the sampled tokens, in nats.
 
     `sampler_log_ratio` is the mean of log π/π_sampler, and `sampler_log_ratio_max` its largest absolute
-    value. π is the policy before the first update.
+    value. π is the policy before it learns from these episodes.
     """
     log_ratio_NM = episodes.log_probs_NM - episodes.sampler_log_probs_NM
     log_ratio_NM = torch.where(episodes.mask_NM, log_ratio_NM, 0.0)

@@ -1,4 +1,4 @@
-"""Servers that sample: connections to them, which one gets the next request, and what follows if one is lost.
+"""Connections to servers that sample: which server gets the next request, and what follows if one is lost.
 
 The modules `vllm` and `sglang` know the paths and the JSON of their servers.
 """
@@ -48,20 +48,20 @@ class ServerError(DrumlineError):
 
 @dataclass(frozen=True)
 class ServerKind:
-    """What the messages about a kind of server, and its requests, have of their own."""
+    """What differs between vLLM and SGLang: the variable with the key, and the advice in messages."""
 
-    # The environment variable that holds the server's key.
+    # The environment variable with the key that the server requires, if it requires one.
     key_variable: str
     # How to start it.
-    start: str
+    how_to_start: str
     # What to check if another program seems to listen there.
-    is_it: str
+    what_to_check: str
     # The versions that have the API.
     needed_version: str
 
 
 class ServerState(NamedTuple):
-    """What rank 0 found out about a server, and all ranks must know."""
+    """What rank 0 knows about a server after a hand-over, and tells the other ranks."""
 
     is_lost: bool
     model: str
@@ -71,18 +71,18 @@ class ServerState(NamedTuple):
 class Server:
     """A connection to a server, and the state of that server as this rank sees it.
 
-    Until `mark_found` is called, a failure is an EnvironmentFault: the url or the server is wrong. Later
-    the server has failed during the run, which is a ServerError.
+    A failure before `mark_found` is an EnvironmentFault, as the url or the server is wrong. A failure
+    after it is a ServerError, as the server has failed during the run.
 
     Proxies are not used, because the server is the cluster's own. A key, if it requires one, is read
     from `ServerKind.key_variable`. user:password@ in the url is sent as HTTP's basic authentication.
 
     Attributes:
-        model: The name of the model that requests ask for.
+        model: The name of the model that this rank's requests name.
         positions: The most tokens of a sequence; None: not known.
         under_way: The number of this rank's requests that the server is working on.
         is_lost: Whether it failed. It then gets no requests until it has the present weights again.
-        gives_processed_log_probs: See `RemoteVLLM`; None: not measured yet.
+        gives_processed_log_probs: See `RemoteVLLM.check`; None: not measured yet.
     """
 
     def __init__(self, kind: ServerKind, url: str, timeout_seconds: float, where: str) -> None:
@@ -147,7 +147,7 @@ class Server:
         except ValueError:
             method = _method(body)
             what = f"the answer to {method} {self.url}{path} is no JSON"
-            raise self.fault(what, self.kind.is_it) from None
+            raise self.fault(what, self.kind.what_to_check) from None
 
     def request_text(
         self,
@@ -172,7 +172,7 @@ class Server:
             ) from None
         except httpx2.RequestError as error:
             raise self.fault(
-                f"{what}: {first_line(error)}", f"{self.kind.start}, or fix the url"
+                f"{what}: {first_line(error)}", f"{self.kind.how_to_start}, or fix the url"
             ) from None
         status = answer.status_code
         if not answer.is_success:
@@ -194,13 +194,13 @@ class Server:
         return ServerState(self.is_lost, self.model, self.positions)
 
     def set_state(self, state: ServerState) -> None:
-        """Take over what rank 0 knows of the server."""
+        """Replace what this rank knows of the server by what rank 0 knows."""
         if state.is_lost:
             self.mark_lost()
         self.is_lost, self.model, self.positions = state
 
     def mark_lost(self) -> None:
-        """Note that the server is lost. If it comes back, it may have other options."""
+        """Note that the server is lost. It may come back with other options, so those are forgotten."""
         self.is_lost = True
         self.gives_processed_log_probs = None
 
@@ -229,8 +229,8 @@ def _reason(answer: httpx2.Response) -> str:
 class ServerPool:
     """The servers of a run, as one rank sees them; several threads use it at the same time.
 
-    A request goes to the server with the fewest requests under way. Of several such the first is taken,
-    counted from a place that differs by rank, so that ranks do not all begin with the same server.
+    A request goes to the server with the fewest requests under way. Ties go to the first server of a
+    list that begins with another server on each rank, so that ranks do not all use the same one.
     """
 
     def __init__(self, servers: Sequence[Server]) -> None:
@@ -242,16 +242,16 @@ class ServerPool:
         self.lost: dict[str, str] = {}
         self._lock = Lock()
 
-    def take(self, wanted: Server | None = None) -> Server:
-        """Return the server that gets the next request, which then counts as under way.
+    def take(self, preferred: Server | None = None) -> Server:
+        """Choose the server for the next request, count the request as under way, and return the server.
 
-        `wanted`: the server to take if it is not lost; None: the one with the fewest requests.
+        `preferred`: the server to choose unless it is lost; None: the one with the fewest requests.
         """
         with self._lock:
-            chosen = wanted
+            chosen = preferred
             if chosen is None or chosen.is_lost:
                 working = [server for server in self.by_preference if not server.is_lost]
-                # `min` returns the first of several.
+                # `min` returns the first of several equal ones.
                 chosen = min(working, key=lambda server: server.under_way)
             chosen.under_way += 1
         return chosen
@@ -262,9 +262,9 @@ class ServerPool:
             server.under_way -= 1
 
     def lose(self, server: Server, error: DrumlineError) -> bool:
-        """Take a server out after an error; return False if no other is left.
+        """Take a server out after an error, and return True; return False if it is the last one.
 
-        The last one stays in, so that a run with one server fails with the error itself.
+        The last one is not taken out, so that a run with one server fails with the error itself.
         """
         with self._lock:
             remaining = [each for each in self.servers if not each.is_lost and each is not server]
@@ -277,7 +277,7 @@ class ServerPool:
         return True
 
     def set_states(self, states: Sequence[ServerState]) -> None:
-        """Take over what rank 0 knows of all servers, in the order of the config."""
+        """Replace what this rank knows of all servers by what rank 0 knows, in the order of the config."""
         with self._lock:
             for server, state in zip(self.servers, states, strict=True):
                 server.set_state(state)
@@ -301,13 +301,14 @@ class ServedGenerator:
         self.config = config
         self.seed = seed
         self.end_tokens = sorted(end_ids(tokenizer))
-        # The server to ask for as long as it is not lost; None: the one with the fewest requests.
-        self.wanted: Server | None = None
+        # The server that gets all requests unless it is lost, for a probe of it (`probe_generators`).
+        # None: each request goes to the server with the fewest.
+        self.preferred_server: Server | None = None
         where = f"{WHERE}.url"
         servers = []
         for url in config.urls:
             server = Server(self.kind, reveal(url, where), config.timeout_seconds, where)
-            self.describe(server)
+            self.identify(server)
             server.mark_found()
             servers.append(server)
         self.pool = ServerPool(servers)
@@ -341,9 +342,9 @@ class ServedGenerator:
                 raise
 
     def _complete(self, request: Request, step: int) -> Completion:
-        """Return the completion of a request, by the first server that gives one."""
+        """Return the completion of a request. If its server fails, another one gets the request."""
         while True:
-            server = self.pool.take(self.wanted)
+            server = self.pool.take(self.preferred_server)
             try:
                 return self.complete(server, request, step)
             except ServerError as error:
@@ -364,7 +365,7 @@ class ServedGenerator:
                     raise
 
     def _readmit_servers(self) -> None:
-        """Let lost servers that are back have requests again. They keep their own weights."""
+        """Give requests again to lost servers that are back. Used if they keep their own weights."""
         states = []
         for server in self.pool.servers:
             state = server.state()
@@ -374,17 +375,18 @@ class ServedGenerator:
         self.pool.set_states(states)
 
     def _is_back(self, server: Server) -> bool:
-        """Return whether a lost server answers again. It is then described anew."""
+        """Return whether a lost server answers again. Its `model` and `positions` are then set again."""
         try:
-            self.describe(server, HEALTH_SECONDS)
+            self.identify(server, HEALTH_SECONDS)
         except ServerError:
             return False
         return True
 
-    def describe(self, server: Server, seconds: float | None = None) -> None:
-        """Set `model` and `positions` of a server that is healthy. Raises what `Server.fault` returns.
+    def identify(self, server: Server, seconds: float | None = None) -> None:
+        """Check that a server is healthy, and set its `model` and `positions`.
 
-        `seconds`: the most that each answer may take; None: `timeout_seconds`.
+        Raises what `Server.fault` returns. `seconds`: the most that each answer may take; None:
+        `timeout_seconds`.
         """
         server.request_text("/health", seconds=seconds)
         served = server.request("/v1/models", seconds=seconds)
@@ -393,12 +395,14 @@ class ServedGenerator:
             server.model = str(first_model["id"])
             server.positions = first_model.get("max_model_len")
         except (TypeError, KeyError, IndexError):
-            raise server.fault("/v1/models does not name a model", self.kind.is_it) from None
+            raise server.fault(
+                "/v1/models does not name a model", self.kind.what_to_check
+            ) from None
 
     def check(self, server: Server, request: Request) -> None:
-        """Check that a server gives the log-probs that are needed. The base has no way to tell.
+        """Raise ServerError if a server gives other log-probs than are needed. The base cannot tell.
 
-        `request`: any. Raises ServerError, a refusal if they are others.
+        `request`: any request of the run, whose prompt a test may use.
         """
 
     def complete(self, server: Server, request: Request, step: int) -> Completion:

@@ -24,13 +24,13 @@ class RemoteSGLang(ServedGenerator):
     """Samples on SGLang servers by POST /generate.
 
     A completion needs the log-probs of softmax(logits / temperature), which SGLang returns unless it
-    runs with SGLANG_RETURN_ORIGINAL_LOGPROB. `SamplerCheck` finds others.
+    runs with SGLANG_RETURN_ORIGINAL_LOGPROB. `SamplerCheck` measures how far others are off.
     """
 
     kind = ServerKind(
         key_variable="SGLANG_API_KEY",
-        start="start it with `python -m sglang.launch_server --model-path MODEL`",
-        is_it="is it SGLang that listens there?",
+        how_to_start="start it with `python -m sglang.launch_server --model-path MODEL`",
+        what_to_check="is it SGLang that listens there?",
         needed_version="it takes a version of SGLang with the native API /generate",
     )
     config: Config
@@ -40,14 +40,14 @@ class RemoteSGLang(ServedGenerator):
 
         Raises what `Server.fault` returns. `version` is not needed.
         """
-        unread = f"the server must see {folder} under the same path, or set weights: none"
-        fixes = {400: unread, 404: self.kind.needed_version, 500: unread}
+        not_loaded = f"the server must see {folder} under the same path, or set weights: none"
+        fixes = {400: not_loaded, 404: self.kind.needed_version, 500: not_loaded}
         answer = server.request("/update_weights_from_disk", {"model_path": str(folder)}, fixes)
         has_loaded = isinstance(answer, dict) and answer.get("success") is True
         if not has_loaded:
             shown = str(answer)[:MOST_ANSWER]
-            raise server.fault(f"{server.url} did not load the weights: {shown}", unread)
-        # It answers a text. It refuses while requests are under way, and there are none.
+            raise server.fault(f"{server.url} did not load the weights: {shown}", not_loaded)
+        # The answer is no JSON. SGLang refuses while requests are under way; now there are none.
         server.request_text("/flush_cache", {}, fixes)
 
     def complete(self, server: Server, request: Request, step: int) -> Completion:
@@ -56,7 +56,7 @@ class RemoteSGLang(ServedGenerator):
             "input_ids": request.tokens,
             "sampling_params": self._options(request, step),
             "return_logprob": True,
-            # Of the completion alone.
+            # Log-probs of the completion only, and not of the prompt.
             "logprob_start_len": -1,
         }
         answer = server.request("/generate", body)
@@ -80,7 +80,7 @@ class RemoteSGLang(ServedGenerator):
         config = self.config
         top_k = config.top_k
         if top_k == 0:
-            # SGLang's number for all tokens.
+            # SGLang's number for "all tokens".
             top_k = -1
         return {
             "n": 1,
@@ -105,13 +105,13 @@ def _parse_answer(answer: Any) -> Completion | None:
 
     Raises TypeError, KeyError, IndexError or ValueError for an answer of another form.
     """
-    about = answer["meta_info"]
+    meta = answer["meta_info"]
     tokens = []
     log_probs = []
-    for log_prob, token, *_ in about["output_token_logprobs"]:
+    for log_prob, token, *_ in meta["output_token_logprobs"]:
         tokens.append(int(token))
         log_probs.append(float(log_prob))
-    reason = about["finish_reason"]["type"]
+    reason = meta["finish_reason"]["type"]
     if not tokens or reason not in FINISHED:
         return None
     return Completion(tokens, log_probs, reason == "stop")

@@ -1,4 +1,4 @@
-"""The messages of an episode as the event `completions` shows them: short, and without unknown keys."""
+"""Shortens the messages of an episode for the event `completions`, and leaves unknown keys out."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 
 from drumline.rl.conversations import Conversation
 
-# The most characters of an episode's texts, and of the role or the name of who speaks.
+# The most characters of all texts of an episode together, and of a role or a speaker's name.
 MOST_TEXT = 4000
 MOST_NAME = 64
 
 
 class _Shortener:
-    """Shortens texts, so that all of them together have at most MOST_TEXT characters."""
+    """Shortens the texts of one episode, which get MOST_TEXT characters together."""
 
     def __init__(self) -> None:
         self.left = MOST_TEXT
 
     def shorten(self, text: Any) -> str:
-        """Return as much of a text as there is room for. What is no text becomes one."""
+        """Return as much of a text as there is room for. Another value is made a text first."""
         shortened = str(text)[: self.left]
         self.left -= len(shortened)
         return shortened
 
     def shorten_arguments(self, arguments: Any) -> Any:
-        """Return a call's arguments as they are if there is room, else the beginning of their JSON."""
+        """Return a call's arguments unchanged if there is room, else the beginning of their JSON."""
         text = json.dumps(arguments, ensure_ascii=False)
         shortened = self.shorten(text)
         if shortened == text:
@@ -35,14 +35,15 @@ class _Shortener:
 
 
 def shorten_messages(conversation: Conversation) -> list[dict[str, Any]]:
-    """Return the messages of an episode, whose texts together have at most MOST_TEXT characters.
+    """Return the messages of an episode, shortened to MOST_TEXT characters of text together.
 
-    Roles and names of speakers do not count. A message has `role`, `content`, and if it has them
-    `name`, `tool_calls` (each with the name and the arguments of its function) and `unread_calls`.
-    That of a turn also has `reward`, what the environment gave for it or None, and `tool_errors`.
+    Roles and names of speakers do not count. A message has `role` and `content`, and if the original
+    has them `name`, `tool_calls` (each with the name and the arguments of its function) and
+    `unread_calls`. A message of the model also has `reward`, the environment's reward for this turn or
+    None, and `tool_errors`.
     """
     shortener = _Shortener()
-    turns = {turn.message: turn for turn in conversation.turns}
+    turns = {turn.message_index: turn for turn in conversation.turns}
     shown = []
     for index, message in enumerate(conversation.messages):
         shortened = _shorten_message(message, shortener)
@@ -54,7 +55,7 @@ def shorten_messages(conversation: Conversation) -> list[dict[str, Any]]:
 
 
 def _shorten_message(message: Mapping[str, Any], shortener: _Shortener) -> dict[str, Any]:
-    """Return a message as `shorten_messages` does."""
+    """Return a message with the keys that `shorten_messages` lists."""
     shown: dict[str, Any] = {
         "role": str(message["role"])[:MOST_NAME],
         "content": shortener.shorten(message["content"]),
@@ -63,7 +64,7 @@ def _shorten_message(message: Mapping[str, Any], shortener: _Shortener) -> dict[
         shown["name"] = str(message["name"])[:MOST_NAME]
     calls = []
     for call in _list_or_empty(message.get("tool_calls")):
-        # An environment may have written anything here.
+        # The user's environment may return anything here.
         if isinstance(call, dict) and isinstance(call.get("function"), dict):
             calls.append({"function": _shorten_function(call["function"], shortener)})
     if calls:

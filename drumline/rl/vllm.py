@@ -3,11 +3,11 @@
 The servers (`vllm serve`) read new weights from a folder (`hand_over`). The engine runs on the GPU
 that its rank trains on.
 
-Written from vLLM's documentation and source (0.22 and later). CI tests it against a small server that
-speaks the same API, and a stand-in for `vllm.LLM`. The server was run by hand as vLLM 0.32 on a CPU,
-with whole weights; nothing was run on GPUs, and no adapter was handed to vLLM itself. When vLLM
-reloads, it does not tie a head to the embedding again, so a tied weight is handed over under each of
-its names (`Engine.whole_weights`).
+Written from vLLM's documentation and source (0.22 and later). CI tests the client against a small
+server that speaks the same API, and the engine against a stand-in for `vllm.LLM`. By hand the client
+was run against vLLM 0.32 on a CPU, with whole weights. Nothing was run on GPUs, and no adapter was
+handed to vLLM itself. When vLLM reloads, it does not tie a head to the embedding again, so a tied
+weight is handed over under each of its names (`Engine.whole_weights`).
 
 Random numbers are vLLM's own, seeded for each request from (seed of the run, step, key). So they are
 the same on any number of ranks, as far as vLLM keeps a seeded request independent of its batch.
@@ -81,14 +81,14 @@ def sampling_options(
 class RemoteVLLM(ServedGenerator):
     """Samples on vLLM servers by POST /v1/completions.
 
-    A completion needs the log-probs of softmax(logits / temperature). Before its first request each
-    server is checked for these.
+    A completion needs the log-probs of softmax(logits / temperature). `check` makes
+    sure of that before the first request to a server.
     """
 
     kind = ServerKind(
         key_variable="VLLM_API_KEY",
-        start="start it with `vllm serve MODEL`",
-        is_it="is it vLLM that listens there?",
+        how_to_start="start it with `vllm serve MODEL`",
+        what_to_check="is it vLLM that listens there?",
         needed_version=NEEDED_VERSION,
     )
     config: Config
@@ -96,11 +96,11 @@ class RemoteVLLM(ServedGenerator):
     def __init__(self, config: Config, tokenizer: Any, seed: int) -> None:
         """Raises EnvironmentFault if one of `config.urls` has no healthy vLLM server."""
         super().__init__(config, tokenizer, seed)
-        # The first part of the names that adapters get. A server may still have those of other runs.
+        # The first part of this run's names of adapters. A server may still have adapters of other runs.
         self.adapter_prefix = f"drumline-{uuid.uuid4().hex[:8]}"
 
     def load(self, server: Server, folder: Path, version: int) -> None:
-        """Have a server load the weights in a folder, whole ones or an adapter.
+        """Have a server load the weights in a folder: all weights, or an adapter.
 
         Raises what `Server.fault` returns. `version`: the number of hand-overs before this one.
         """
@@ -110,18 +110,18 @@ class RemoteVLLM(ServedGenerator):
             self._load_whole(server, folder)
 
     def _load_adapter(self, server: Server, folder: Path, name: str) -> None:
-        """Have a server load an adapter, and drop the one before.
+        """Have a server drop the previous adapter and load the new one.
 
         Each version has a name of its own, because the server's prefix cache tells adapters apart by
-        their names. The old one is dropped first: the server may have room for one.
+        their names. The old one is dropped first, as the server may have room for one only.
         """
         fix = (
             f"start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and a"
             f" --max-lora-rank of adapter.r or more; it must see {folder} under the same path"
         )
         fixes = {400: fix, 404: fix, 500: fix}
-        is_adapter = server.model.startswith(self.adapter_prefix)
-        if is_adapter and server.model in self._served_models(server):
+        has_adapter = server.model.startswith(self.adapter_prefix)
+        if has_adapter and server.model in self._served_models(server):
             server.request_text("/v1/unload_lora_adapter", {"lora_name": server.model}, fixes)
         adapter = {"lora_name": name, "lora_path": str(folder)}
         server.request_text("/v1/load_lora_adapter", adapter, fixes)
@@ -133,15 +133,17 @@ class RemoteVLLM(ServedGenerator):
         try:
             return [str(model["id"]) for model in served["data"]]
         except (TypeError, KeyError):
-            raise server.fault("/v1/models does not name a model", self.kind.is_it) from None
+            raise server.fault(
+                "/v1/models does not name a model", self.kind.what_to_check
+            ) from None
 
     def _load_whole(self, server: Server, folder: Path) -> None:
-        """Have a server load whole weights, and empty its prefix cache.
+        """Have a server load all weights, and empty its prefix cache.
 
-        It calls `reload_weights` by /collective_rpc, the documented way of layer-wise reloading.
+        It calls `reload_weights` by /collective_rpc, as vLLM documents it for layer-wise reloading.
         """
-        unread = f"the server must see {folder} under the same path; {DEV_MODE}"
-        fixes = {404: DEV_MODE, 500: unread, 400: unread}
+        not_loaded = f"the server must see {folder} under the same path; {DEV_MODE}"
+        fixes = {404: DEV_MODE, 500: not_loaded, 400: not_loaded}
         arguments = {"weights_path": str(folder)}
         reload = {"method": "reload_weights", "kwargs": arguments}
         server.request("/collective_rpc", reload, fixes)
@@ -202,9 +204,9 @@ class RemoteVLLM(ServedGenerator):
     def _gives_processed_log_probs(self, server: Server, request: Request) -> bool:
         """Return whether a server's log-probs are of the distribution that is sampled from.
 
-        Each of two requests allows one token only, another one each. Processed log-probs are then 0 for
-        both tokens. Raw ones are of the whole vocabulary, in which two tokens cannot both have a
-        probability above a half.
+        Two requests are sent, each of which allows a single token, another one each time. A processed
+        log-prob is then 0 in both. Raw ones are of the whole vocabulary, in which two tokens cannot both
+        have a probability above a half.
         """
         ordinary_tokens = (token for token in count() if token not in self.end_tokens)
         for token in islice(ordinary_tokens, 2):

@@ -242,22 +242,23 @@ class Rollout(Event, kind="rollout"):
     """Episodes were sampled, for steps to train on.
 
     `metrics` are reward/DOMAIN, and those of the KL penalty. With an environment also the means of
-    `turns`, `tool_calls` and `tool_errors` over the episodes. If the policy reads the episodes before
-    it learns, they have the mean of log π/π_sampler over all tokens in nats, `sampler_log_ratio`, and its
-    largest absolute value, `sampler_log_ratio_max`. Events of steps have both in any case.
+    `turns`, `tool_calls` and `tool_errors` over the episodes. If the policy's log-probs were computed
+    before the first step, also `sampler_log_ratio`, the mean of log π/π_sampler over all sampled tokens
+    in nats, and `sampler_log_ratio_max`, its largest absolute value. The events of steps always have
+    both.
     """
 
     step: int  # number of optimizer steps once all that train on this rollout are done
     prompts: int  # prompts that are trained on
     # Prompts that were sampled; more than `prompts` if dynamic sampling dropped some.
-    # With gkd those of `from_rows` are counted, too.
+    # With gkd the rows of `from_rows` are counted, too.
     drawn: int
     episodes: int
     reward: Number  # mean over its episodes; null if none has one
     reward_std: Number  # standard deviation over its episodes; null if none has a reward
     groups_differ: Number  # part of the groups whose rewards are not all alike; null if no episode has a reward
     left_out: int = 0  # number of episodes to which no reward applies
-    # Number of rows whose own completion is learned from besides the episodes (gkd).
+    # gkd: number of rows whose own completion is learned, besides the episodes.
     from_rows: int = 0
     # Name of a reward → its mean over the episodes, not multiplied by its weight. With dynamic
     # sampling, of the last draw of prompts alone.

@@ -17,14 +17,14 @@ WRONG = "That is wrong. Try again."
 class Tries:
     """An episode: one question, and some tries to answer it.
 
-    A try is worth how much its score is above the best one before it, so that nothing is gained by an
-    answer that is given twice. Each further try counts `later` times as much as the one before.
+    The reward of a try is how far its score is above the best score before it, so a repeated answer
+    gains nothing. It is multiplied by `discount` once for each try before.
     """
 
-    def __init__(self, tries: int = 3, later: float = 0.5) -> None:
-        """`tries`: the most answers. `later`: from 0 to 1; below 1 it pays to be right at once."""
+    def __init__(self, tries: int = 3, discount: float = 0.5) -> None:
+        """`tries`: the most answers. `discount`: from 0 to 1; below 1 an early right answer pays more."""
         self.tries = tries
-        self.later = later
+        self.discount = discount
 
     def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the question. `row`: has `task`, its `options`, `entry` and `messages`."""
@@ -39,7 +39,7 @@ class Tries:
         """Return a hint, the reward of the model's answer, and whether the episode is over."""
         score = self.score(message["content"])
         gain = max(score - self.best_score, 0.0)
-        reward = gain * self.later**self.done
+        reward = gain * self.discount**self.done
         self.best_score = max(score, self.best_score)
         self.done += 1
         if score == 1 or self.done == self.tries:

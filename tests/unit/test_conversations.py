@@ -230,8 +230,8 @@ def test_only_the_model_s_tokens_are_sampled_and_stay_as_they_were() -> None:
     ]  # fmt: skip
     assert (episode.reward, len(episode.turns), episode.ended) == (1.5, 2, True)
     assert episode.turns == [
-        Turn(len(tokenizer.encode("one<|im_end|>")), message=1, reward=0.5),
-        Turn(len(tokenizer.encode("two<|im_end|>")), message=3, reward=1.0),
+        Turn(len(tokenizer.encode("one<|im_end|>")), message_index=1, reward=0.5),
+        Turn(len(tokenizer.encode("two<|im_end|>")), message_index=3, reward=1.0),
     ]
     assert (episode.answer, episode.length) == ("two", len(sampled))
 

@@ -38,13 +38,13 @@ def test_a_right_answer_ends_the_episode() -> None:
 
 
 def test_a_wrong_one_gets_a_hint_and_another_try() -> None:
-    episode = begun(later=0.5)
+    episode = begun(discount=0.5)
     assert answer(episode, "8") == ("That is wrong. Try again.", 0.0, False)
     assert answer(episode, "7") == ("", 0.5, True)
 
 
 def test_a_try_is_worth_what_it_gains() -> None:
-    episode = begun(tries=4, later=0.5)
+    episode = begun(tries=4, discount=0.5)
     hint, first, _ = answer(episode, "it is 7")
     assert hint == "The right answer is in there. Write it alone."
     assert 0 < first < 1

@@ -16,7 +16,7 @@ from drumline.algorithms.credit import (
     add_gae_advantages,
     add_group_advantages,
     add_turn_advantages,
-    groups_differ,
+    have_nonzero_advantages,
     place_at_turn_ends,
     turn_returns,
 )
@@ -156,8 +156,8 @@ def test_returns_and_groups_that_differ() -> None:
     early = [EpisodeTurn(1, 1.0), EpisodeTurn(1, 0.0)]
     late = [EpisodeTurn(1, 0.0), EpisodeTurn(1, 1.0)]
     rewards_N = torch.ones(4)
-    assert groups_differ(rewards_N, 2) == [False, False]
-    assert groups_differ(rewards_N, 2, [early, late, late, late]) == [True, False]
+    assert have_nonzero_advantages(rewards_N, 2) == [False, False]
+    assert have_nonzero_advantages(rewards_N, 2, [early, late, late, late]) == [True, False]
 
 
 @pytest.mark.parametrize("credits_turns", [False, True])

@@ -1,7 +1,7 @@
 """On-policy distillation (GKD, Agarwal et al. 2024, "On-Policy Distillation of Language Models").
 
-The loss is the divergence from the teacher (`models.divergence`), summed over the tokens of completions.
-The model's own completions are data: no gradient goes through their sampling.
+The loss is the divergence between model and teacher (`models.divergence`) at each token of a completion.
+Completions are treated as data: no gradient goes through their sampling.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from drumline.algorithms.policy import KLController
 
 
 class OnPolicyDistillation(Algorithm):
-    """The divergence from the teacher, summed over the tokens of completions.
+    """The divergence between model and teacher, summed over the tokens of completions.
 
-    The metric `kl` is KL(teacher ‖ model) at the temperature of the loss, in nats, whatever
-    divergence is learned.
+    The metric `kl` is KL(teacher ‖ model) in nats, at the temperature of the loss. It is the same
+    quantity for every value of the key `divergence`, so runs can be compared by it.
     """
 
     def __init__(self, spec: GKDConfig) -> None:
         self.spec = spec
-        # There is no reference model to keep near to.
+        # Rollouts read this from every algorithm. 0: there is no penalty and no reference model.
         self.kl = KLController(0.0)
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
-        """Return the summed divergence, and the sums of KL and of tokens."""
+        """Return the divergence summed over tokens, the sum of KL and the number of tokens."""
         return LossOut(*teacher_divergence(self.spec, outputs, batch))
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return means over the tokens of held-out completions."""
+        """Return the mean loss and KL of a token of held-out completions."""
         tokens = max(1.0, sums["tokens"])
         return {"loss": sums["loss"] / tokens, "kl": sums["kl"] / tokens}
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the mean KL of a token."""
+        """Return the mean KL of a token of the step."""
         return {"kl": sums["kl"] / max(1.0, sums["tokens"])}

@@ -1,4 +1,4 @@
-"""On-policy distillation: a model learns a teacher's distributions at the tokens of its own completions.
+"""On-policy distillation: a model learns a teacher's distribution at each token of its own completions.
 
 No torch at the top.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class GKDConfig(SamplingSpec, TeachingSpec):
-    """On-policy distillation (GKD, Agarwal et al. 2024): the model samples completions, and learns what a teacher would say at each
+    """On-policy distillation (GKD, Agarwal et al. 2024): the model samples completions, and learns the teacher's distribution at each
     of their tokens."""
 
     position: ClassVar[int] = 2
@@ -42,32 +42,33 @@ class GKDConfig(SamplingSpec, TeachingSpec):
     kind: Literal["gkd"] = "gkd"
     divergence: DivergenceKind = Field(
         "reverse_kl",
-        description="The loss of a token: reverse_kl, KL(model ‖ teacher), keeps to what the teacher does say; forward_kl, KL(teacher ‖"
-        " model), covers all that it may say; jsd: between them, by beta (generalised Jensen-Shannon divergence).",
+        description="The loss of a token. reverse_kl: KL(model ‖ teacher), so the model says only what the teacher finds likely."
+        " forward_kl: KL(teacher ‖ model), so the model covers all that the teacher may say. jsd: between the two, by beta (generalised"
+        " Jensen-Shannon divergence).",
     )
     top_k: int = Field(
         0,
         ge=0,
         le=4096,
-        description="Likeliest next tokens of the teacher that models are compared by; all others count as one more. 0: the whole"
-        " vocabulary.",
+        description="Number of the teacher's likeliest next tokens that the two models are compared at; all others count as one token. 0:"
+        " the whole vocabulary.",
     )
     on_policy_share: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="Share of the prompts that the model completes itself (λ of GKD). From the others the completion of the row is"
-        " learned. Which of them these are depends on run.seed and the position in the data.",
+        description="Share of the prompts that the model completes itself (λ of GKD). For the others it learns from the completion in the"
+        " row. run.seed and the prompt's position in the data decide which prompts these are.",
     )
     rewards: Annotated[list[Reward], RefusesNull("leave it out for none")] = Field(
         default_factory=list,
-        description="Measured on the model's completions and reported; nothing is learned from them. Default with environment: {kind:"
-        " class}: environment.",
+        description="Computed for the model's completions and reported; nothing is learned from them. Default: none, or environment if"
+        " the environment is of kind class.",
     )
 
     @model_validator(mode="after")
-    def _reads_its_keys(self) -> GKDConfig:
-        """Refuse keys that only rewards would give a meaning."""
+    def _refuse_keys_without_rewards(self) -> GKDConfig:
+        """Refuse keys that have an effect only if there are rewards."""
         if self.rewards:
             return self
         if self.curriculum.kind == "success":
@@ -87,14 +88,14 @@ class GKDConfig(SamplingSpec, TeachingSpec):
 
     @property
     def forms(self) -> Forms:
-        """Rows with a prompt, and with a completion if some of these are learned from."""
+        """The forms of a row: a prompt, and its completion if `on_policy_share` is below 1."""
         if self.sampled_share < 1:
             return (("prompt", "completion"), ("messages",))
         return PROMPT_FORMS
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """The divergence compares the model with the teacher alone, however old a completion is."""
+        """False: the loss compares the model with the teacher, and not with its own past."""
         return False
 
     @property
@@ -103,14 +104,14 @@ class GKDConfig(SamplingSpec, TeachingSpec):
         return self.on_policy_share
 
     def cache_parts(self) -> dict[str, Any]:
-        """Return what a sample has besides its prompt."""
+        """Return what the token cache depends on, here also whether samples keep their completion."""
         parts = super().cache_parts()
         if self.sampled_share < 1:
             parts["keeps_completion"] = True
         return parts
 
     def segment_names(self, segments: int) -> list[str]:
-        """Return the names of a row's segments; a single one needs none."""
+        """Return the names of a row's segments; a single segment needs no name."""
         if segments == 1:
             return [""]
         return ["prompt", "with the completion of the row"]
@@ -131,13 +132,13 @@ class GKDConfig(SamplingSpec, TeachingSpec):
         return TaughtEpisodeBatch(**vars(batch), teacher=placeholder_teacher(batch, plan))
 
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
-        """Return the episodes with the weight 1 for each token, whatever the rewards are."""
+        """Return the episodes with the weight 1 for each token. Rewards and costs are not used."""
         import torch
 
-        are_learned_N = torch.ones(len(episodes), dtype=torch.bool)
-        return episodes.weighted("token", self.new_tokens, are_learned_N)
+        is_learned_N = torch.ones(len(episodes), dtype=torch.bool)
+        return episodes.weighted("token", self.new_tokens, is_learned_N)
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
-        """Return role → model of the teacher and of rewards by models."""
+        """Return role → model: the teacher, and the models of rewards of kind model."""
         teacher = TeachingSpec.auxiliary_models(self, config)
         return teacher | SamplingSpec.auxiliary_models(self, config)

@@ -28,8 +28,8 @@ class GRPO(PolicyGradient):
     probability ratio of tokens or of completions (option `ratio`).
 
     c corrects for a generator that is not exactly the policy (option `importance`). It is 1, or
-    π_old/π_sampler of the token or of the whole completion. A larger number than importance_cap becomes
-    importance_cap (truncated importance sampling, Yao et al. 2025), or 0 (masked, Liu et al. 2025).
+    π_old/π_sampler of the token or of the whole completion. A c above importance_cap becomes
+    importance_cap (truncated importance sampling, Yao et al. 2025) or 0 (masked, Liu et al. 2025).
 
     β is `kl.coefficient`; with 0 there is no reference. The entropy is weighted as the loss is. TRL
     takes its mean over tokens, which is the same with `normalize: token`.

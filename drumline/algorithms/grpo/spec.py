@@ -36,9 +36,9 @@ class GRPOConfig(PromptSpec):
     )
     credit: Literal["episode", "turn"] = Field(
         "episode",
-        description="What the advantage of a token compares within its group: the reward of the episode, or (turn) the rewards from the"
-        " token's turn on, those of the environment by their turns and all others with the last one (turn-level advantages: MT-GRPO, Zeng"
-        " et al. 2025; of returns: GTPO, Ding et al. 2025).",
+        description="What a token's advantage compares within its group. episode: the reward of the episode. turn: the sum of rewards from"
+        " the token's turn to the end; rewards of the environment belong to their turns, all others to the last one (advantages by turn:"
+        " MT-GRPO, Zeng et al. 2025; with later rewards: GTPO, Ding et al. 2025).",
     )
     normalize: Literal["sequence", "token", "constant"] = Field(
         "token",
@@ -75,14 +75,14 @@ class GRPOConfig(PromptSpec):
     )
     importance: Literal["none", "token", "sequence"] = Field(
         "none",
-        description="Correct for a generator that is not quite the policy: multiply the loss by π_old/π_generator of the token, or of"
-        " the whole completion, bounded by importance_cap.",
+        description="Correct for a generator that is not quite the policy: multiply a token's loss by the weight π_old/π_generator of the"
+        " token, or (sequence) of its whole completion. importance_cap bounds the weight.",
     )
     importance_bound: Literal["truncate", "mask"] = Field(
         "truncate",
-        description="importance: what a weight above importance_cap becomes. truncate: importance_cap (TIS, Yao et al. 2025, Your"
-        " Efficient RL Framework Secretly Brings You Off-Policy RL Training). mask: 0, so the token or the completion teaches nothing"
-        " (MIS, Liu et al. 2025, When Speed Kills Stability); it still counts in the means of the loss.",
+        description="importance: what a weight above importance_cap becomes. truncate: importance_cap (truncated importance sampling,"
+        " Yao et al. 2025). mask: 0, so that the token or completion teaches nothing, but still counts in the denominator of the loss"
+        " (masked importance sampling, Liu et al. 2025, When Speed Kills Stability).",
     )
     ahead: Literal[0, 1] = Field(
         0,
@@ -120,8 +120,8 @@ class GRPOConfig(PromptSpec):
         return values
 
     @model_validator(mode="after")
-    def _bounds_a_weight(self) -> GRPOConfig:
-        """Refuse a way to bound the weights of `importance` without that."""
+    def _refuse_bound_without_importance(self) -> GRPOConfig:
+        """Refuse `importance_bound` if there is no weight to bound."""
         if self.importance == "none" and self.importance_bound != "truncate":
             raise ValueError("importance_bound is of importance: set importance: token or sequence")
         return self

@@ -29,8 +29,8 @@ class PPOConfig(PromptSpec):
     epochs: int = Field(4, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
     credit: Literal["episode", "turn"] = Field(
         "episode",
-        description="Which token gets a reward of the environment: the last one of the episode, or (turn) the last one of the turn that it"
-        " was given for. All other rewards are at the end of the episode.",
+        description="Where the environment's rewards are placed. episode: at the last token of the episode. turn: each at the last token"
+        " of the turn that it was given for. All other rewards are always at the end of the episode.",
     )
     gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
     lam: float = Field(
