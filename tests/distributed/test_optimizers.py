@@ -75,6 +75,8 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "tp 2": (2, "tp"),
     "pp 2": (2, "pp"),
     "cp 2": (2, "cp"),
+    "ddp 2, sharded": (2, {"kind": "ddp", "shard_optimizer": True}),
+    "ddp 2 x tp 2, sharded": (4, {"kind": "ddp", "tp": 2, "shard_optimizer": True}),
     "fsdp2 2, offload": (2, {"kind": "fsdp2", "offload": "cpu"}),
     "fsdp2 2 x tp 2": (4, {"kind": "fsdp2", "tp": 2}),
 }
@@ -94,10 +96,22 @@ REST = (
     "on host",
     "muon",
 )
-# Of context parallelism only pure bf16 is asked: it cuts no weight.
-OF_LOW_ALONE = ("cp 2",)
+# Only pure bf16 is tried here with context parallelism, which cuts no weight, and with a sharded step,
+# which rounds some rows on each rank.
+OF_LOW_ALONE = ("cp 2", "ddp 2, sharded", "ddp 2 x tp 2, sharded")
+# Besides FSDP2, these run in `make test`.
+OFTEN = [("bf16, stochastic", "ddp 2, sharded")]
 ROUND = ("fsdp2 2", "single", "tp 2", "pp 2", "ddp 2", "fsdp2 2")
-LOW_ROUND = ("fsdp2 2", "single", "tp 2", "pp 2", "cp 2", "ddp 2", "fsdp2 2")
+LOW_ROUND = (
+    "fsdp2 2",
+    "single",
+    "tp 2",
+    "pp 2",
+    "cp 2",
+    "ddp 2, sharded",
+    "ddp 2",
+    "fsdp2 2",
+)
 # Only these are tried on two degrees at once.
 ON_FOUR = ("muon", "adafactor")
 
@@ -116,7 +130,8 @@ def pairs() -> list[Any]:
     found = []
     for kind in KINDS:
         for name in spreads_of(kind):
-            often = name == "fsdp2 2" and kind not in REST
+            is_of_fsdp2 = name == "fsdp2 2" and kind not in REST
+            often = is_of_fsdp2 or (kind, name) in OFTEN
             found.append(case(kind, name, id=f"{kind}-{name}", full=not often))
     return found
 

@@ -202,6 +202,22 @@ def test_what_does_not_go_together_is_one_line(
         check(values, **options)
 
 
+def test_pure_bf16_goes_with_a_sharded_step() -> None:
+    """Rounding depends on the place of an entry, not on who steps it."""
+    strategy = {"kind": "ddp", "shard_optimizer": True}
+    precision = {"kind": "bf16", "master": "bf16"}
+    model = facts(load_config(None, ModelConfig(config=LLAMA)), length=8)
+    config = Config.model_validate(
+        {
+            "model": {"config": LLAMA},
+            "data": {"train": [{"kind": "file", "path": "x.jsonl"}]},
+            "strategy": strategy,
+            "precision": precision,
+        }
+    )
+    check_rules(Case(config, config.strategy.mesh(2), "cpu", "bf16", model))
+
+
 def test_the_usual_layout_of_a_mixture_is_taken() -> None:
     """bf16 weights and moments, experts on all GPUs of a host, recomputation, compiled."""
     values = {**MIXTRAL, "num_local_experts": 8}

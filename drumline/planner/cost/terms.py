@@ -529,7 +529,7 @@ def send_gradients(
     mesh = layout.mesh
     optimizer_ranks = layout.strategy.optimizer_shards(mesh)
     if optimizer_ranks > 1:
-        _send_shared_step(volume, rank_entries, optimizer_ranks)
+        _send_shared_step(volume, layout, rank_entries)
     elif mesh.tp * mesh.pp * mesh.ep > 1:
         _send_flat_buckets(volume, layout, rank_entries)
     else:
@@ -537,19 +537,21 @@ def send_gradients(
 
 
 def _send_shared_step(
-    volume: CommunicationVolume, rank_entries: Counter[str], optimizer_ranks: int
+    volume: CommunicationVolume, layout: Layout, rank_entries: Counter[str]
 ) -> None:
-    """Add the flows of an optimizer step that is sharded over `optimizer_ranks` ranks.
+    """Add the flows of an optimizer step that is sharded over the copies of the model.
 
     Each weight is split by rows, padded to as many rows on all ranks. A rank averages the gradients
     of its rows alone, and steps them. After the step all ranks gather the rows of the weights.
     """
+    optimizer_ranks = layout.strategy.optimizer_shards(layout.mesh)
+    bytes_per_entry = entry_bytes(layout)
     row_entries = rank_entries["units_trainable"] + rank_entries["root_trainable"]
-    calls = math.ceil(FP32_BYTES * row_entries * optimizer_ranks / BUCKET)
+    calls = math.ceil(bytes_per_entry * row_entries * optimizer_ranks / BUCKET)
     # Each tensor has a flag that says whether a rank has a gradient for it.
-    before = FP32_BYTES * optimizer_ranks * (row_entries + rank_entries["tensors"])
+    before = bytes_per_entry * optimizer_ranks * (row_entries + rank_entries["tensors"])
     volume.add("reduce_scatter", before, optimizer_ranks, "gradients", calls)
-    volume.add("all_gather", FP32_BYTES * row_entries, optimizer_ranks, "gradients", calls)
+    volume.add("all_gather", bytes_per_entry * row_entries, optimizer_ranks, "gradients", calls)
 
 
 def _send_flat_buckets(

@@ -60,12 +60,9 @@ class DDPSpec(EngineSpec[DDPStrategy]):
             )
         options = case.config.optimizer
         changes_outside_the_step = options.in_backward or options.offload
-        steps_whole_weights = (
-            case.config.precision.master == "bf16" or options.kind == "schedule_free"
-        )
-        if steps_whole_weights or changes_outside_the_step:
+        if options.kind == "schedule_free" or changes_outside_the_step:
             yield Refusal(
-                "shard_optimizer × schedule_free, in_backward, offload, master=bf16",
+                "shard_optimizer × schedule_free, in_backward, offload",
                 "these step whole weights, or change them besides the step, and a rank has the states of some rows alone",
                 "use strategy=fsdp2",
                 where,
