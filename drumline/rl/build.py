@@ -31,7 +31,7 @@ Refresh = Callable[[Weights], None]
 
 @dataclass(frozen=True)
 class RolloutFiles:
-    """What vLLM reads from disk."""
+    """What vLLM reads from disk, and the size of the policy's vocabulary."""
 
     # The folder or hub id that the engine in this process starts from.
     model_path: str | None = None
@@ -41,6 +41,8 @@ class RolloutFiles:
     rows: int | None = None
     # How the adapter is written if servers get it alone; else None.
     adapter: AdapterFiles | None = None
+    # Rows of the policy's embedding, which no token id of a server may exceed; None: not known.
+    vocabulary: int | None = None
 
 
 NO_FILES = RolloutFiles()
@@ -125,7 +127,7 @@ def _servers(
     generator_type: type[ServedGenerator] = RemoteVLLM
     if isinstance(config, configs.SGLangGenerator):
         generator_type = RemoteSGLang
-    remote = generator_type(config, tokenizer, seed)
+    remote = generator_type(config, tokenizer, seed, files.vocabulary)
     if config.weights == "none":
         return remote, None
     folder = files.run_dir / "rollout-weights"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import ssl
 from collections.abc import Sequence
@@ -296,10 +297,22 @@ class ServedGenerator:
 
     kind: ClassVar[ServerKind]
 
-    def __init__(self, config: Config, tokenizer: Any, seed: int) -> None:
-        """Raises EnvironmentFault if one of `config.urls` has no healthy server of this kind."""
+    def __init__(
+        self, config: Config, tokenizer: Any, seed: int, vocabulary: int | None = None
+    ) -> None:
+        """Connect to all servers.
+
+        Args:
+            config: The section `algorithm.generator`.
+            tokenizer: The tokenizer of the policy.
+            seed: The seed of the run.
+            vocabulary: Rows of the policy's embedding; None: token ids of servers are not checked.
+
+        Raises EnvironmentFault if one of `config.urls` has no healthy server of this kind.
+        """
         self.config = config
         self.seed = seed
+        self.vocabulary = vocabulary
         self.end_tokens = sorted(end_ids(tokenizer))
         # The server that gets all requests unless it is lost, for a probe of it (`probe_generators`).
         # None: each request goes to the server with the fewest.
@@ -346,12 +359,36 @@ class ServedGenerator:
         while True:
             server = self.pool.take(self.preferred_server)
             try:
-                return self.complete(server, request, step)
+                completion = self.complete(server, request, step)
+                self._require_possible(server, completion)
             except ServerError as error:
                 if error.is_refusal or not self.pool.lose(server, error):
                     raise
+            else:
+                return completion
             finally:
                 self.pool.release(server)
+
+    def _require_possible(self, server: Server, completion: Completion) -> None:
+        """Raise ServerError for a completion that the policy cannot have been asked for.
+
+        A token that the policy does not have is a refusal, since that server has another model.
+        """
+        tokens = len(completion.tokens)
+        limit = self.config.max_new_tokens
+        if tokens > limit:
+            what = f"{server.url} gave {tokens} tokens, and at most {limit} were requested"
+            raise server.fault(what, self.kind.is_it)
+        if not all(math.isfinite(log_prob) for log_prob in completion.log_probs):
+            raise server.fault(f"{server.url} gave log-probs that are no finite numbers")
+        if self.vocabulary is None:
+            return
+        for token in completion.tokens:
+            if not 0 <= token < self.vocabulary:
+                what = (
+                    f"{server.url} gave token {token}, and the policy has {self.vocabulary} tokens"
+                )
+                raise server.fault(what, "serve the policy's own model there", is_refusal=True)
 
     def _check_servers(self, request: Request) -> None:
         """Check each server that is not lost, see `check`."""

@@ -93,9 +93,11 @@ class RemoteVLLM(ServedGenerator):
     )
     config: Config
 
-    def __init__(self, config: Config, tokenizer: Any, seed: int) -> None:
-        """Raises EnvironmentFault if one of `config.urls` has no healthy vLLM server."""
-        super().__init__(config, tokenizer, seed)
+    def __init__(
+        self, config: Config, tokenizer: Any, seed: int, vocabulary: int | None = None
+    ) -> None:
+        """See ServedGenerator."""
+        super().__init__(config, tokenizer, seed, vocabulary)
         # The first part of this run's names of adapters. A server may still have adapters of other runs.
         self.adapter_prefix = f"drumline-{uuid.uuid4().hex[:8]}"
 

@@ -154,8 +154,16 @@ class TextGeneration:
         adapter = None
         if self._hands_over_adapter():
             adapter = AdapterFiles(self._peft_config().save_pretrained, adapters.name_in_files)
+        config, growth = load_grown(self.plan.model_path, self.plan.config.model)
+        grown_rows = None
+        if growth is not None and growth.added_rows:
+            grown_rows = growth.rows
         return RolloutFiles(
-            self.plan.model_path, Path(self.plan.run_dir), self._grown_rows(), adapter
+            self.plan.model_path,
+            Path(self.plan.run_dir),
+            grown_rows,
+            adapter,
+            vocabulary=getattr(config.get_text_config(), "vocab_size", None),
         )
 
     def _hands_over_adapter(self) -> bool:
@@ -189,13 +197,6 @@ class TextGeneration:
             LOW_PRECISION.get(self.plan.precision),
             draw_device=self.plan.draw_device,
         )
-
-    def _grown_rows(self) -> int | None:
-        """Return the rows of the embedding if tokens were added to the model's own; otherwise None."""
-        _, growth = load_grown(self.plan.model_path, self.plan.config.model)
-        if growth is None or not growth.added_rows:
-            return None
-        return growth.rows
 
     def _copy(self) -> Any:
         """Return a copy of the model on this rank, in the type that it computes in.

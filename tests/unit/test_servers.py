@@ -119,8 +119,21 @@ def test_requests_of_a_server_that_dies_are_sent_to_the_others(
         made.generate(REQUESTS, 5)
 
 
+def answer_of(tokens: list[int], log_prob: float) -> dict[str, Any]:
+    """An answer of /v1/completions."""
+    names = [f"token_id:{token}" for token in tokens]
+    log_probs = {"tokens": names, "token_logprobs": [log_prob] * len(tokens)}
+    return {"choices": [{"logprobs": log_probs, "finish_reason": "length"}]}
+
+
+TOO_LONG = answer_of([5] * 13, -1.0)
+NO_NUMBERS = answer_of([5, 6], float("nan"))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("failure", [500, "hang", {"choices": []}], ids=str)
+@pytest.mark.parametrize(
+    "failure", [500, "hang", {"choices": []}, TOO_LONG, NO_NUMBERS], ids=lambda each: str(each)[:20]
+)
 def test_a_server_that_hangs_or_answers_nonsense_is_lost_too(
     servers: list[StubServer], model: Path, failure: Any
 ) -> None:
@@ -130,6 +143,46 @@ def test_a_server_that_hangs_or_answers_nonsense_is_lost_too(
 
     assert_same(made.generate(REQUESTS, 3), sample_here(read_model(model), 3))
     assert list(lost_servers(made)) == [servers[0].url]
+
+
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        (TOO_LONG, "gave 13 tokens, and at most 12 were requested"),
+        (NO_NUMBERS, "gave log-probs that are no finite numbers"),
+        (answer_of([5, 320], -1.0), "gave token 320, and the policy has 320 tokens — serve the"),
+        (answer_of([-1], -1.0), "gave token -1, and the policy has 320 tokens"),
+    ],
+)
+def test_a_completion_that_the_policy_cannot_have_is_refused_in_one_line(
+    servers: list[StubServer], answer: Any, line: str
+) -> None:
+    config = c.VLLMGenerator(url=servers[0].url, max_new_tokens=12, weights="none")
+    made, _ = make_generator(config, vocabulary=320)
+    servers[0].break_with = {"/v1/completions": answer}
+
+    with pytest.raises(DrumlineError) as refused:
+        made.generate(REQUESTS, 3)
+
+    assert line in refused.value.line()
+    assert "\n" not in refused.value.line()
+
+
+@pytest.mark.slow
+def test_a_run_reads_no_tokens_of_another_model(tmp_path: Path) -> None:
+    """A server that keeps its weights has never been compared with the policy."""
+    model = tiny_model_dir(tmp_path / "model")
+    other = tiny_model_dir(tmp_path / "other", vocab_size=300)
+
+    with StubServer(read_model(model)) as server:
+        sampler = {"kind": "vllm", "url": server.url, "max_new_tokens": 6, "weights": "none"}
+        reward = {"kind": "regex", "pattern": "[aeiou]", "full": False}
+        grpo = {"kind": "grpo", "group_size": 4, "generator": sampler, "rewards": [reward]}
+        finished = drumline("train", write_config(tmp_path, other, algorithm=grpo))
+
+    (line,) = finished.error_lines
+    assert "and the policy has" in line
+    assert "IndexError" not in finished.out + finished.err
 
 
 def test_a_request_that_a_server_refuses_is_no_loss(servers: list[StubServer]) -> None:
