@@ -378,7 +378,7 @@ class ServedGenerator:
         limit = self.config.max_new_tokens
         if tokens > limit:
             what = f"{server.url} gave {tokens} tokens, and at most {limit} were requested"
-            raise server.fault(what, self.kind.is_it)
+            raise server.fault(what, self.kind.what_to_check)
         if not all(math.isfinite(log_prob) for log_prob in completion.log_probs):
             raise server.fault(f"{server.url} gave log-probs that are no finite numbers")
         if self.vocabulary is None:

@@ -65,13 +65,13 @@ def test_the_server_with_the_fewest_requests_gets_the_next() -> None:
 
     assert pool.take() is second
     assert pool.take() is second
-    assert pool.take(wanted=first) is first
+    assert pool.take(preferred=first) is first
 
     error = DrumlineError("gone")
 
     assert pool.lose(third, error) is True
     assert [pool.take() for _ in range(2)] == [second, first]
-    assert pool.take(wanted=third) is second, "one that is lost is not asked"
+    assert pool.take(preferred=third) is second, "one that is lost is not asked"
     assert pool.lose(first, error) is True
     assert pool.lose(second, error) is False, "the last one stays"
     assert pool.take() is second
