@@ -308,7 +308,8 @@ class ServedGenerator:
             seed: The seed of the run.
             vocabulary: Rows of the policy's embedding; None: token ids of servers are not checked.
 
-        Raises EnvironmentFault if one of `config.urls` has no healthy server of this kind.
+        Raises EnvironmentFault if one of `config.urls` has no healthy server of this kind, or if two of
+        them are the same address.
         """
         self.config = config
         self.seed = seed
@@ -318,9 +319,13 @@ class ServedGenerator:
         # None: each request goes to the server with the fewest.
         self.preferred_server: Server | None = None
         where = f"{WHERE}.url"
-        servers = []
+        servers: list[Server] = []
         for url in config.urls:
             server = Server(self.kind, reveal(url, where), config.timeout_seconds, where)
+            # The config compares what is written there, which may name a variable.
+            if any(server.url == earlier.url for earlier in servers):
+                fix = "name each server once"
+                raise EnvironmentFault(f"{server.url} stands twice there", where=where, fix=fix)
             self.identify(server)
             server.mark_found()
             servers.append(server)

@@ -275,6 +275,22 @@ def test_all_servers_must_be_there_at_the_start(
         refresh(read_model(model).named_parameters())
 
 
+def test_a_server_under_two_names_is_refused(
+    servers: list[StubServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be handed everything twice; a second adapter of the same name is an error to vLLM."""
+    url = servers[0].url
+    monkeypatch.setenv("SAMPLER", url.replace("http://", "http://me:hunter22@"))
+
+    for same in (f"{url}/", "${env:SAMPLER}"):
+        config = c.VLLMGenerator(url=(url, same))
+
+        with pytest.raises(EnvironmentFault, match=f"{url} stands twice there") as refused:
+            RemoteVLLM(config, tiny_tokenizer(), 7)
+
+        assert "hunter22" not in refused.value.line()
+
+
 def test_each_server_is_checked_for_its_log_probs(servers: list[StubServer]) -> None:
     servers[1].processed = True
 
