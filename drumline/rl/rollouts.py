@@ -57,6 +57,8 @@ from drumline.telemetry.watched import Completions
 
 # The most reasons of failed rewards that the message of a stopped run names.
 MOST_REASONS = 3
+# After so many rollouts in a row without a token to learn, a run without rewards is stopped.
+MOST_EMPTY = 3
 # The most samples of a rollout that its event shows.
 MOST_SHOWN = 8
 # `dist.seeds.derive` returns a number from 0 to this one, which it never reaches.
@@ -252,7 +254,7 @@ class Rollouts:
         # How many rollouts in a row had too many failed rewards (`algorithm.reward_failure`). It is
         # not in checkpoints: a run that is resumed, perhaps with corrected rewards, counts anew.
         self.failures_in_a_row = 0
-        # Whether any episode of the run has had a reward.
+        # Whether any episode of the run has had a reward; with a teacher, a token to learn.
         self.has_rewards = False
         # The report of the rollout that is being trained on; `report` calls it after the last step.
         self._report_pending: Callable[[], None] | None = None
@@ -455,6 +457,7 @@ class Rollouts:
         """
         limit = self.algorithm.failure_limit
         if limit is None:
+            self._check_tokens(steps_done, sampled, drawn)
             return
         failed_share = sampled.failed_share
         has_reward = not all(math.isnan(reward) for reward in sampled.rewards)
@@ -485,6 +488,32 @@ class Rollouts:
             what = f"{failed_share:.0%} of the {counted} got no reward{in_a_row}: {often}"
             fix = "correct the reward, or train without these episodes: algorithm.reward_failure.action=continue"
         raise TrainingStopped(what, where="algorithm.rewards", fix=fix)
+
+    def _check_tokens(self, steps_done: int, sampled: ScoredSamples, drawn: int) -> None:
+        """Raise TrainingStopped if a run that learns without rewards has no tokens to learn from.
+
+        Then its environment has failed at the beginning of all episodes: in MOST_EMPTY rollouts in a
+        row, or in all rollouts of the run. All ranks know the same tokens, so all raise.
+
+        The arguments are those of `_check_rewards`.
+        """
+        has_tokens = any(sample.completion.length for sample in sampled.learned)
+        if has_tokens:
+            self.has_rewards = True
+            self.failures_in_a_row = 0
+            return
+        self.failures_in_a_row += 1
+        last_step = steps_done + self.algorithm.steps_per_rollout
+        is_last = last_step >= (self.plan.steps or 0)
+        has_learned_nothing = is_last and not self.has_rewards
+        if self.failures_in_a_row < MOST_EMPTY and not has_learned_nothing:
+            return
+        self._report(last_step, sampled, drawn, {}, trained=False)
+        raise TrainingStopped(
+            f"no episode has a token to learn from: {_most_common_reasons(sampled)}",
+            where="algorithm.environment",
+            fix="correct the environment, then --resume",
+        )
 
     def _sample_groups(
         self, steps_done: int, position: int, drawn: PendingRollout | None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +20,21 @@ from drumline.data.batches import Episodes
 from drumline.data.encode import AnsweredPromptEncoder
 from drumline.data.sources import Row
 from drumline.data.taught import collate_taught_episodes
-from drumline.errors import ConfigError, DataError
+from drumline.errors import ConfigError, DataError, TrainingStopped
 from drumline.models.head import compute_outputs, trunk_and_head
 from drumline.plan.plan import Plan
 from drumline.planner.cost.compute import scoring_flops
 from drumline.planner.cost.memory import memory
 from drumline.planner.cost.times import rollout_seconds
+from drumline.rl.conversations import Conversation
 from drumline.rl.rewards import EpisodeText, Rewards
-from drumline.rl.rollouts import Rollouts, _row_sample, _samples_to_episodes
+from drumline.rl.rollouts import (
+    Rollouts,
+    Sample,
+    ScoredSamples,
+    _row_sample,
+    _samples_to_episodes,
+)
 from drumline.train.replan import planning_question
 from tests.harness import write_config
 from tests.plans import resolve_plan
@@ -34,7 +42,7 @@ from tests.tiny import read_model, tiny_model_dir, tiny_tokenizer
 from tests.unit.test_distill import FP32_BYTES, KINDS, ROW, plain_divergence, plain_kl
 from tests.unit.test_planner_times import cluster
 from tests.unit.test_report_progress import START, told
-from tests.unit.test_rollout_evaluation import ROLLOUT
+from tests.unit.test_rollout_evaluation import ROLLOUT, Unreported
 
 PAD = 0
 # Prompts and completions. The policy has sampled all of the first two completions; of the last one
@@ -288,3 +296,51 @@ def test_without_rewards_none_are_given_and_nothing_is_said_of_them() -> None:
     assert "rollout for steps up to 3: length 3.0" in text
     assert "completions of rows 4" in text
     assert "reward" not in text.partition("seconds")[0]
+
+
+def rollout_of(tokens: list[int]) -> ScoredSamples:
+    """A rollout of two episodes. Without tokens its environment failed as it began."""
+    completion = Conversation(tokens, [-1.0] * len(tokens), False, sampled=[True] * len(tokens))
+    sample = Sample(0, [1], completion, "", float("nan"), applies=False)
+    failures = {"environment": Counter({"raised KeyError": 2})}
+    return ScoredSamples([sample] * 2, {}, {} if tokens else failures)
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "stops"),
+    [
+        ("....", False),
+        ("..x.xx.", False),
+        ("..xxx", True),
+        # The last of 8 steps.
+        ("xx......", False),
+        (".......x", False),
+    ],
+)
+def test_a_run_whose_environment_always_fails_is_stopped(rollouts: str, stops: bool) -> None:
+    """It had losses of 0 to its end, and exit code 0."""
+    nothing = {field.name: None for field in fields(Rollouts)}
+    algorithm = SimpleNamespace(failure_limit=None, steps_per_rollout=1)
+    values: dict[str, Any] = {**nothing, "plan": SimpleNamespace(steps=8), "algorithm": algorithm}
+    run = Unreported(**values)
+    for step, mark in enumerate(rollouts[:-1]):
+        run._check_rewards(step, rollout_of([] if mark == "x" else [5]), 2)
+    last = rollout_of([] if rollouts[-1] == "x" else [5])
+    if not stops:
+        run._check_rewards(len(rollouts) - 1, last, 2)
+        return
+    with pytest.raises(TrainingStopped) as stopped:
+        run._check_rewards(len(rollouts) - 1, last, 2)
+    assert "no episode has a token to learn from: environment raised KeyError (2×)" in (
+        stopped.value.line()
+    )
+
+
+def test_a_short_run_whose_environment_always_fails_is_stopped_at_its_end() -> None:
+    nothing = {field.name: None for field in fields(Rollouts)}
+    algorithm = SimpleNamespace(failure_limit=None, steps_per_rollout=1)
+    values: dict[str, Any] = {**nothing, "plan": SimpleNamespace(steps=2), "algorithm": algorithm}
+    run = Unreported(**values)
+    run._check_rewards(0, rollout_of([]), 2)
+    with pytest.raises(TrainingStopped, match="no episode has a token to learn from"):
+        run._check_rewards(1, rollout_of([]), 2)
