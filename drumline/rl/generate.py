@@ -714,7 +714,8 @@ def generation_mode(model: Any) -> Iterator[None]:
 
     Inside the block it is in eval mode, uses a KV cache, and has an empty generation config. Its own
     would add what ours leaves open, for example a repetition penalty, which the log-probs of training
-    do not have.
+    do not have. A mixture computes no loss of its routers: transformers fails at that with a cache and
+    padding, and nothing is learned here.
     """
     if not hasattr(model, "generate"):
         raise ModelError(
@@ -728,9 +729,15 @@ def generation_mode(model: Any) -> Iterator[None]:
     model.eval()
     model.generation_config = GenerationConfig()
     model.config.use_cache = True
+    text_config = model.config.get_text_config()
+    computes_router_loss = getattr(text_config, "output_router_logits", False)
+    if computes_router_loss:
+        text_config.output_router_logits = False
     try:
         yield
     finally:
+        if computes_router_loss:
+            text_config.output_router_logits = True
         model.generation_config = own_config
         model.config.use_cache = own_use_cache
         for module in training:
