@@ -134,7 +134,12 @@ def require_allowed(case: Case, roles: Mapping[str, RolePlan], data: DataPlan | 
                 # A frozen model keeps nothing for backward (Layout.single_role).
                 sections["memory"] = MemoryConfig()
             config = case.config.model_copy(update=sections)
-            check_role_rules(replace(case, config=config, facts=facts), role.trainable)
+            try:
+                check_role_rules(replace(case, config=config, facts=facts), role.trainable)
+            except PlanError as refusal:
+                # The same words are of the policy elsewhere.
+                what = f"of the {name}: {refusal.what}"
+                raise PlanError(what, where=refusal.where, fix=refusal.fix) from None
     ranks = case.mesh.data_ranks
     if data is None or data.train_samples >= ranks:
         return

@@ -20,7 +20,7 @@ from drumline.data.batches import Episodes
 from drumline.data.encode import AnsweredPromptEncoder
 from drumline.data.sources import Row
 from drumline.data.taught import collate_taught_episodes
-from drumline.errors import ConfigError, DataError, TrainingStopped
+from drumline.errors import ConfigError, DataError, PlanError, TrainingStopped
 from drumline.models.head import compute_outputs, trunk_and_head
 from drumline.plan.plan import Plan
 from drumline.planner.cost.compute import scoring_flops
@@ -38,7 +38,7 @@ from drumline.rl.rollouts import (
 from drumline.train.replan import planning_question
 from tests.harness import write_config
 from tests.plans import resolve_plan
-from tests.tiny import read_model, tiny_model_dir, tiny_tokenizer
+from tests.tiny import read_model, tiny_architecture_dir, tiny_model_dir, tiny_tokenizer
 from tests.unit.test_distill import FP32_BYTES, KINDS, ROW, plain_divergence, plain_kl
 from tests.unit.test_planner_times import cluster
 from tests.unit.test_report_progress import START, told
@@ -272,6 +272,19 @@ def test_the_teacher_is_planned_and_counted_once(folder: Path, tmp_path: Path) -
     assert whole == rollout_seconds(plan, alone, cluster())
     half = planned(folder, tmp_path / "half", on_policy_share=0.5)
     assert rollout_seconds(half, facts, cluster()) <= whole
+
+
+def test_a_refusal_names_the_model_that_it_is_of(folder: Path, tmp_path: Path) -> None:
+    """The policy has experts. It read as if it had none."""
+    student = tiny_architecture_dir(tmp_path / "student", "qwen3_moe", layers=2)
+    algorithm = {
+        "kind": "gkd",
+        "teacher": {"id": str(folder / "model")},
+        "generator": {"kind": "hf", "max_new_tokens": 8},
+    }
+    path = write_config(tmp_path, student, algorithm=algorithm, strategy={"kind": "fsdp2", "ep": 2})
+    with pytest.raises(PlanError, match="of the teacher: ep × the model: it has no experts"):
+        resolve_plan(path, world_size=2)
 
 
 @pytest.mark.parametrize("top_k", [0, 8])
