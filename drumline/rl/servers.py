@@ -349,7 +349,7 @@ class ServedGenerator:
         if self.config.weights == "none":
             self._readmit_servers()
         self._check_servers(requests[0])
-        with ThreadPoolExecutor(self.config.batch * len(self.pool.servers)) as threads:
+        with ThreadPoolExecutor(self.config.batch * self._asked_servers()) as threads:
             answers = []
             for request in requests:
                 answers.append(threads.submit(self._complete, request, step))
@@ -358,6 +358,12 @@ class ServedGenerator:
             except DrumlineError:
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
+
+    def _asked_servers(self) -> int:
+        """Return how many servers get requests: those that are not lost, or the one that is wanted."""
+        if self.wanted is not None:
+            return 1
+        return sum(not server.is_lost for server in self.pool.servers)
 
     def _complete(self, request: Request, step: int) -> Completion:
         """Return the completion of a request. If its server fails, another one gets the request."""

@@ -13,7 +13,7 @@ from drumline.config import rollouts as c
 from drumline.config.load import load_text
 from drumline.data.batches import Episodes
 from drumline.errors import DrumlineError, EnvironmentFault, TrainingStopped
-from drumline.rl.build import lost_servers
+from drumline.rl.build import lost_servers, probe_generators
 from drumline.rl.sampler_check import SamplerCheck, probe_prompts
 from drumline.rl.servers import Server, ServerPool
 from drumline.rl.vllm import RemoteVLLM
@@ -90,6 +90,27 @@ def test_both_servers_work_at_the_same_time(servers: list[StubServer], model: Pa
 
     for server in servers:
         assert server.most_at_once == 2
+
+
+@pytest.mark.slow
+def test_a_server_gets_no_more_at_once_when_another_is_lost(servers: list[StubServer]) -> None:
+    first, second = servers
+    made = client(servers, batch=1)
+    first.is_dead = True
+    made.generate(REQUESTS, 3)
+
+    assert list(lost_servers(made)) == [first.url]
+
+    second.most_at_once = 0
+    made.generate(REQUESTS, 4)
+
+    assert second.most_at_once == 1
+
+    first.is_dead = False
+    (probe, _) = probe_generators(client(servers, batch=1), 4).values()
+    probe.generate(REQUESTS, 5)
+
+    assert first.most_at_once == 1
 
 
 @pytest.mark.slow
