@@ -361,7 +361,7 @@ class ServedGenerator:
 
     def _asked_servers(self) -> int:
         """Return how many servers get requests: those that are not lost, or the one that is wanted."""
-        if self.wanted is not None:
+        if self.preferred_server is not None:
             return 1
         return sum(not server.is_lost for server in self.pool.servers)
 
