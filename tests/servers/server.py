@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.distributed.ranks import free_port
 from tests.harness import ROOT
@@ -63,8 +64,9 @@ class RealServer:
         for name, value in options.items():
             arguments += [name, value]
         variables = {**os.environ, **SETTINGS}
-        # It has packages of its own.
-        variables.pop("PYTHONPATH", None)
+        # It has packages of its own, which it need not compile at each start.
+        for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE"):
+            variables.pop(name, None)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 arguments, env=variables, stdout=log, stderr=log, start_new_session=True
@@ -88,17 +90,26 @@ class RealServer:
         except httpx2.HTTPError:
             return False
 
-    def under_way(self) -> float:
-        """Return the number of requests that the server is working on."""
+    def generated_tokens(self) -> float:
+        """Return the number of tokens that the server has sampled since it was started."""
         metrics = httpx2.get(f"{self.url}/metrics", timeout=30).text
         for line in metrics.splitlines():
-            if line.startswith("vllm:num_requests_running"):
+            if line.startswith("vllm:generation_tokens_total"):
                 return float(line.split()[-1])
-        pytest.fail(f"no number of requests in:\n{metrics[:2000]}")
+        pytest.fail(f"no number of tokens in:\n{metrics[:2000]}")
 
     def restore(self) -> None:
-        """Load the weights of the model's own files again, and drop all adapters."""
-        arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(self.model)}}
+        """Load the weights of the model's own files again, and drop all adapters.
+
+        A head that is tied to the embedding gets it under its own name, because vLLM does not tie it
+        again as it reloads.
+        """
+        weights = load_file(self.model / "model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        folder = self.log.parent / "weights"
+        folder.mkdir(exist_ok=True)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._post("/collective_rpc", arguments)
         self._post("/reset_prefix_cache", {})
         for name in self.adapters():
