@@ -25,6 +25,8 @@ SECONDS_TO_START = 750
 SECONDS_TO_END = 30
 # The most tokens of a sequence.
 POSITIONS = 512
+# The highest rank of an adapter.
+MOST_RANK = 16
 SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -58,7 +60,7 @@ class RealServer:
             "--host": "127.0.0.1",
             "--port": str(port),
             "--max-model-len": str(POSITIONS),
-            "--max-lora-rank": "16",
+            "--max-lora-rank": str(MOST_RANK),
         }
         arguments = [str(COMMAND), "serve", str(self.model), "--enforce-eager", "--enable-lora"]
         for name, value in options.items():

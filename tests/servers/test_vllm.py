@@ -15,7 +15,7 @@ from drumline.rl.sampler_check import NEW_TOKENS, PROMPTS, expected_rounding_gap
 from drumline.rl.vllm import RemoteVLLM
 from tests.harness import column, drumline, start_drumline, write_config
 from tests.loopback import until
-from tests.servers.server import NEEDS_VLLM, RealServer
+from tests.servers.server import MOST_RANK, NEEDS_VLLM, RealServer
 from tests.tiny import read_model, tiny_model_dir, tiny_tokenizer
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(1200), NEEDS_VLLM]
@@ -35,6 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def process(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """A server that the tests of this file start when they need it, and that is stopped at the end."""
     server = RealServer(model, tmp_path_factory.mktemp("vllm") / "log.txt")
     yield server
     server.stop()
@@ -49,13 +50,22 @@ def server(process: RealServer) -> RealServer:
 
 
 def client(server: RealServer, **options: Any) -> RemoteVLLM:
+    """Return a client that asks the server for completions.
+
+    `options`: of the section `algorithm.generator`.
+    """
     config = c.VLLMGenerator(**{"url": server.url, "max_new_tokens": 12, **options})
     return RemoteVLLM(config, tiny_tokenizer(), 7)
 
 
 @torch.no_grad()
 def mean_gap(model: Any, completions: list[Completion]) -> float:
-    """Return the mean of |log p_server − log p_model| over the tokens of REQUESTS' completions."""
+    """Return the mean of |log p_server − log p_model| over the tokens of completions, in nats.
+
+    Args:
+        model: A model of transformers.
+        completions: What the server answered to REQUESTS.
+    """
     differences = []
     for request, completion in zip(REQUESTS, completions, strict=True):
         tokens = torch.tensor([request.tokens + completion.tokens])
@@ -88,19 +98,27 @@ def write_grpo(folder: Path, server: RealServer, generator: dict[str, Any], **mo
     return write_config(folder, server.model, **{**sections, **more})
 
 
+def train_two_rollouts(config: Path) -> None:
+    """Train, and check that the server was the policy after each hand-over.
+
+    The run itself stops if it is not, but at a limit that may be four times as large.
+    """
+    finished = drumline("train", config, timeout=SECONDS_OF_A_RUN)
+
+    assert finished.code == 0, finished.out + finished.err
+
+    gaps = column(config.parent / "run", "sampler_gap", "rollout")
+
+    assert len(gaps) == 2
+    assert max(gaps) < ROUNDING
+
+
 @pytest.mark.parametrize("sections", [{}, FSDP2, TENSOR_PARALLEL], ids=["alone", "fsdp2", "tp"])
 def test_a_server_samples_from_the_policy_after_it_got_all_weights(
     server: RealServer, tmp_path: Path, sections: dict[str, Any]
 ) -> None:
     config = write_grpo(tmp_path, server, {}, **sections)
-    finished = drumline("train", config, timeout=SECONDS_OF_A_RUN)
-
-    assert finished.code == 0, finished.out + finished.err
-
-    gaps = column(tmp_path / "run", "sampler_gap", "rollout")
-
-    assert len(gaps) == 2
-    assert max(gaps) < ROUNDING
+    train_two_rollouts(config)
 
     # The policy has changed by more than that in the first step, so old weights would have shown.
     completions = client(server, weights="none").generate(REQUESTS, 5)
@@ -123,14 +141,7 @@ def test_a_server_samples_from_the_policy_after_it_got_the_adapter_alone(
     server: RealServer, tmp_path: Path, adapter: dict[str, Any], sections: dict[str, Any]
 ) -> None:
     config = write_grpo(tmp_path, server, {"weights": "adapter"}, adapter=adapter, **sections)
-    finished = drumline("train", config, timeout=SECONDS_OF_A_RUN)
-
-    assert finished.code == 0, finished.out + finished.err
-
-    gaps = column(tmp_path / "run", "sampler_gap", "rollout")
-
-    assert len(gaps) == 2
-    assert max(gaps) < ROUNDING
+    train_two_rollouts(config)
 
     (name,) = server.adapters()
 
@@ -147,6 +158,20 @@ def test_a_server_samples_from_the_policy_after_it_got_the_adapter_alone(
     adapted = asked.generate(REQUESTS, 5)
 
     assert mean_gap(base, adapted) > 2 * ROUNDING
+
+
+def test_an_adapter_of_too_high_a_rank_is_one_line(server: RealServer, tmp_path: Path) -> None:
+    adapter = {**ATTENTION, "r": 2 * MOST_RANK}
+    config = write_grpo(tmp_path, server, {"weights": "adapter"}, adapter=adapter)
+    finished = drumline("train", config, timeout=SECONDS_OF_A_RUN)
+
+    assert finished.code != 0
+    assert len(finished.error_lines) == 1, finished.err
+    assert f"LoRA rank {2 * MOST_RANK} is greater than" in finished.error_lines[0]
+    assert "a --max-lora-rank of adapter.r or more" in finished.error_lines[0]
+
+    # The server goes on.
+    assert client(server).generate(REQUESTS, 5)
 
 
 def test_the_same_seed_gives_the_same_completions(server: RealServer) -> None:
@@ -200,8 +225,14 @@ def test_a_server_that_is_killed_in_a_rollout_is_one_line(
     _, err = run.communicate(timeout=SECONDS_OF_A_RUN)
     errors = [line for line in err.splitlines() if line.startswith("error:")]
 
-    assert run.returncode not in (0, None)
+    # The launcher tries once more, and then there is no server to begin with.
+    first_failure, second_failure = column(tmp_path / "run", "why", "run_end")
+
+    assert f"POST {server.url}/v1/completions" in first_failure
+    assert f"GET {server.url}/health" in second_failure
+
+    assert run.returncode == 2
     assert len(errors) == 1, err
-    assert f"{server.url}/v1/completions" in errors[0]
+    assert second_failure in errors[0]
     assert "start it with `vllm serve MODEL`" in errors[0]
     assert "Traceback" not in err
