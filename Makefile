@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install -qq --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-full test-oldest fake-gpu mutations docs lint setup setup-dev clean
+.PHONY: demo test test-fast test-full test-oldest fake-gpu servers mutations docs lint setup setup-dev clean
 
 # Torch first and by its exact version: a range may bring a CUDA build with gigabytes of packages.
 $(BIN)/.base: constraints.txt pyproject.toml
@@ -37,6 +37,15 @@ $(FAKE_GPU)/.done: constraints.txt tests/fake_gpu/install.py tests/fake_gpu/buil
 fake-gpu: setup-dev $(FAKE_GPU)/.done
 	$(BIN)/python -m pytest --full --durations=30 tests/fake_gpu
 
+# A real vLLM for a CPU in an environment of its own: 2.7 GB of packages, so this is not for CI.
+VLLM := .venv-vllm
+$(VLLM)/.done: tests/servers/install.py | setup-dev
+	$(BIN)/python -m tests.servers.install $(VLLM)
+	@touch $@
+
+servers: setup-dev $(VLLM)/.done
+	$(BIN)/python -m pytest --full --durations=30 tests/servers
+
 # Three workers on two cores: while one waits for its processes, the others compute. CI is killed after 90 minutes: before that, what hangs
 # is named. Python cannot interrupt a test that hangs within C (a collective, say): its worker ends a minute after pytest's own limit.
 HANGS := -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true --session-timeout 4200
@@ -46,7 +55,7 @@ test: setup-dev lint
 test-fast: setup-dev
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile tests/unit
 
-test-full: setup-dev lint $(FAKE_GPU)/.done
+test-full: setup-dev lint $(FAKE_GPU)/.done $(VLLM)/.done
 	$(BIN)/python -m pytest --full --durations=30 -n 3 --dist loadfile
 
 # The oldest versions that pyproject.toml admits; torch comes with gigabytes of CUDA packages, so this is not for CI.
@@ -88,4 +97,4 @@ lint: setup-dev
 	$(BIN)/mypy -n 2
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(FAKE_GPU) runs build *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(FAKE_GPU) $(VLLM) runs build *.egg-info

@@ -20,9 +20,9 @@ def free_ports(number: int) -> list[int]:
     return ports
 
 
-def until(condition: Callable[[], object]) -> None:
+def until(condition: Callable[[], object], seconds: float = MOST_SECONDS) -> None:
     """Wait for a condition. Raises AssertionError if it takes too long."""
-    end = time.monotonic() + MOST_SECONDS
+    end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to that"
         time.sleep(0.02)

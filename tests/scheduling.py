@@ -18,6 +18,7 @@ LONG = (
     "plugins/sweep/tests/test_slurm",
     "tests/hosts/",
     "tests/slurm/",
+    "tests/servers/",
     "tests/faults/",
     "tests/distributed/",
     "tests/configs/",

@@ -52,9 +52,8 @@ class StubServer(ThreadingHTTPServer):
         self.is_dead, self.completed = False, 0
         # Whether it runs with VLLM_ALLOW_RUNTIME_LORA_UPDATING and --enable-lora, and its --max-lora-rank.
         self.takes_adapters, self.max_rank = True, 16
-        # Name of an adapter → name of a weight → what it adds to that. As with vLLM's --max-loras 1, the engine has the last one alone.
+        # Name of an adapter → name of a weight → what it adds to that.
         self.adapters: dict[str, dict[str, torch.Tensor]] = {}
-        self.resident: str | None = None
         self.first_state = {name: value.clone() for name, value in model.state_dict().items()}
         self.lock, self.at_once, self.most_at_once = threading.Lock(), 0, 0
 
@@ -80,7 +79,7 @@ class StubServer(ThreadingHTTPServer):
         self.model.load_state_dict(self.first_state)
         self.dies_after = None
         self.is_dead = False
-        self.adapters, self.resident = {}, None
+        self.adapters = {}
 
     def begin_completion(self) -> None:
         """Count a completion that is asked for, and die if it is one too many."""
@@ -110,7 +109,11 @@ class StubServer(ThreadingHTTPServer):
         if path == "/reset_prefix_cache":
             return 200, None
         if path == "/v1/load_lora_adapter" and self.takes_adapters:
-            self.load_adapter(body["lora_name"], body["lora_path"])
+            try:
+                self.load_adapter(body["lora_name"], body["lora_path"])
+            except (AssertionError, KeyError, OSError) as error:
+                # vLLM 0.32 answers 500 to whatever its engine does not load, also a rank too large.
+                return 500, {"error": {"message": str(error), "type": "InternalServerError"}}
             return 200, f"Success: LoRA adapter '{body['lora_name']}' added successfully."
         if path == "/v1/unload_lora_adapter" and self.takes_adapters:
             self.unload_adapter(body["lora_name"])
@@ -217,12 +220,10 @@ class StubServer(ThreadingHTTPServer):
                 second = tensors[key.replace(".lora_A.", ".lora_B.")]
                 products[f"{module}.weight"] = scale * second @ first
         self.adapters[name] = products
-        self.resident = name
 
     def unload_adapter(self, name: str) -> None:
-        assert self.resident == name, f"Failed to remove lora adapter '{name}' from the engine."
+        assert name in self.adapters, f"The lora adapter '{name}' cannot be found."
         del self.adapters[name]
-        self.resident = None
 
     def load(self, path: str) -> None:
         folder = Path(path)

@@ -252,7 +252,7 @@ class VLLMGenerator(ServerGenerator):
         "folder",
         description="url: how the servers get new weights. folder: all weights are written to `folder`, and the servers load them (start"
         " them with VLLM_SERVER_DEV_MODE=1). adapter: the LoRA adapter alone is (start them with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1,"
-        " --enable-lora and --max-lora-rank; tested against a stand-in for vLLM). none: servers keep their own weights.",
+        " --enable-lora and --max-lora-rank; tested with vLLM 0.32 on a CPU). none: servers keep their own weights.",
     )
     memory: float = Field(
         0.3,

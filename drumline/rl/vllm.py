@@ -4,9 +4,9 @@ The servers (`vllm serve`) read new weights from a folder (`hand_over`). The eng
 that its rank trains on.
 
 Written from vLLM's documentation and source (0.22 and later). CI tests the client against a small
-server that speaks the same API, and the engine against a stand-in for `vllm.LLM`. By hand the client
-was run against vLLM 0.32 on a CPU, with whole weights. Nothing was run on GPUs, and no adapter was
-handed to vLLM itself. When vLLM reloads, it does not tie a head to the embedding again, so a tied
+server that speaks the same API, and the engine against a stand-in for `vllm.LLM`. `make servers`
+tests the client against vLLM 0.32 on a CPU, with whole weights and with adapters. Nothing was run on
+GPUs. When vLLM reloads, it does not tie a head to the embedding again, so a tied
 weight is handed over under each of its names (`Engine.whole_weights`).
 
 Random numbers are vLLM's own, seeded for each request from (seed of the run, step, key). So they are

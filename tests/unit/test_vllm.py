@@ -1,8 +1,8 @@
 """The vLLM client against a real small HTTP server over a real tiny model: what it asks, what it
 makes of it, and every way of failing.
 
-The server is ours (tests/vllm_stub.py): it speaks the API that vLLM documents. vLLM itself was not
-there to be run.
+The server is ours (tests/vllm_stub.py): it speaks the API that vLLM documents. tests/servers runs
+vLLM itself.
 """
 
 from __future__ import annotations

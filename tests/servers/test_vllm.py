@@ -1,0 +1,238 @@
+"""A real vLLM 0.32 on the CPU: hand-overs of weights and of adapters, seeds, stop texts, a dead server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drumline.config import rollouts as c
+from drumline.rl.generate import Completion, Request
+from drumline.rl.sampler_check import NEW_TOKENS, PROMPTS, expected_rounding_gap
+from drumline.rl.vllm import RemoteVLLM
+from tests.harness import column, drumline, start_drumline, write_config
+from tests.loopback import until
+from tests.servers.server import MOST_RANK, NEEDS_VLLM, RealServer
+from tests.tiny import read_model, tiny_model_dir, tiny_tokenizer
+
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(1200), NEEDS_VLLM]
+SECONDS_OF_A_RUN = 180
+TEXTS = ["The", "What is two plus three?", "one two three", "Every rank keeps in step", "Rome"]
+REQUESTS = [Request(tiny_tokenizer().encode(text), (i, 0)) for i, text in enumerate(TEXTS)]
+TOKENS_OF_A_PROBE = PROMPTS * NEW_TOKENS
+# The most that rounding explains between two log-probs of a token, in nats.
+ROUNDING = expected_rounding_gap("fp32")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with heads of 64, since vLLM's kernels take no smaller ones than 32."""
+    return tiny_model_dir(tmp_path_factory.mktemp("model") / "llama", hidden=256)
+
+
+@pytest.fixture(scope="module")
+def process(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """A server that the tests of this file start when they need it, and that is stopped at the end."""
+    server = RealServer(model, tmp_path_factory.mktemp("vllm") / "log.txt")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def server(process: RealServer) -> RealServer:
+    """The one server of this file, with the weights that it was first started with."""
+    if not process.start():
+        process.restore()
+    return process
+
+
+def client(server: RealServer, **options: Any) -> RemoteVLLM:
+    """Return a client that asks the server for completions.
+
+    `options`: of the section `algorithm.generator`.
+    """
+    config = c.VLLMGenerator(**{"url": server.url, "max_new_tokens": 12, **options})
+    return RemoteVLLM(config, tiny_tokenizer(), 7)
+
+
+@torch.no_grad()
+def mean_gap(model: Any, completions: list[Completion]) -> float:
+    """Return the mean of |log p_server − log p_model| over the tokens of completions, in nats.
+
+    Args:
+        model: A model of transformers.
+        completions: What the server answered to REQUESTS.
+    """
+    differences = []
+    for request, completion in zip(REQUESTS, completions, strict=True):
+        tokens = torch.tensor([request.tokens + completion.tokens])
+        log_probs = model(tokens).logits[0].float().log_softmax(-1)
+        first = len(request.tokens)
+        for place, token in enumerate(completion.tokens):
+            expected = float(log_probs[first + place - 1, token])
+            differences.append(abs(completion.log_probs[place] - expected))
+    return sum(differences) / len(differences)
+
+
+TWO_RANKS = {"nproc": 2}
+FSDP2 = {"strategy": "fsdp2", "launch": TWO_RANKS}
+TENSOR_PARALLEL = {"strategy": {"kind": "fsdp2", "tp": 2}, "launch": TWO_RANKS}
+
+
+def write_grpo(folder: Path, server: RealServer, generator: dict[str, Any], **more: Any) -> Path:
+    """Write the config of two rollouts of GRPO that sample on the server."""
+    sampler = {"kind": "vllm", "url": server.url, "max_new_tokens": 12, **generator}
+    # About half of the completions have one, so that there is something to learn.
+    reward = {"kind": "regex", "pattern": "e", "full": False}
+    grpo = {"kind": "grpo", "group_size": 4, "generator": sampler, "rewards": [reward]}
+    sections: dict[str, Any] = {
+        "algorithm": grpo,
+        "batch": {"global_samples": 8, "micro_batch": 4},
+        "run": {"steps": 2},
+        "data": {"eval": [], "max_length": 448},
+        "schedule": {"kind": "constant", "warmup_steps": 0},
+    }
+    return write_config(folder, server.model, **{**sections, **more})
+
+
+def train_two_rollouts(config: Path) -> None:
+    """Train, and check that the server was the policy after each hand-over.
+
+    The run itself stops if it is not, but at a limit that may be four times as large.
+    """
+    finished = drumline("train", config, timeout=SECONDS_OF_A_RUN)
+
+    assert finished.code == 0, finished.out + finished.err
+
+    gaps = column(config.parent / "run", "sampler_gap", "rollout")
+
+    assert len(gaps) == 2
+    assert max(gaps) < ROUNDING
+
+
+@pytest.mark.parametrize("sections", [{}, FSDP2, TENSOR_PARALLEL], ids=["alone", "fsdp2", "tp"])
+def test_a_server_samples_from_the_policy_after_it_got_all_weights(
+    server: RealServer, tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    config = write_grpo(tmp_path, server, {}, **sections)
+    train_two_rollouts(config)
+
+    # The policy has changed by more than that in the first step, so old weights would have shown.
+    completions = client(server, weights="none").generate(REQUESTS, 5)
+    first_policy = read_model(server.model)
+
+    assert mean_gap(first_policy, completions) > 2 * ROUNDING
+
+
+LORA = {"kind": "lora", "r": 8, "alpha": 32}
+ATTENTION = {**LORA, "targets": "attention"}
+ALL_LINEAR = {**LORA, "targets": "all-linear", "rslora": True}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "sections"),
+    [(ATTENTION, {}), (ALL_LINEAR, {}), (ALL_LINEAR, FSDP2), (ATTENTION, TENSOR_PARALLEL)],
+    ids=["attention", "all-linear", "fsdp2", "tp"],
+)
+def test_a_server_samples_from_the_policy_after_it_got_the_adapter_alone(
+    server: RealServer, tmp_path: Path, adapter: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    config = write_grpo(tmp_path, server, {"weights": "adapter"}, adapter=adapter, **sections)
+    train_two_rollouts(config)
+
+    (name,) = server.adapters()
+
+    assert name.startswith("drumline-") and name.endswith("-1"), "the second one has replaced it"
+
+    # The server's base model is as it was, and the adapter changes what it computes.
+    base = read_model(server.model)
+    asked = client(server, weights="none")
+    completions = asked.generate(REQUESTS, 5)
+
+    assert mean_gap(base, completions) < ROUNDING
+
+    asked.pool.servers[0].model = name
+    adapted = asked.generate(REQUESTS, 5)
+
+    assert mean_gap(base, adapted) > 2 * ROUNDING
+
+
+def test_an_adapter_of_too_high_a_rank_is_one_line(server: RealServer, tmp_path: Path) -> None:
+    adapter = {**ATTENTION, "r": 2 * MOST_RANK}
+    config = write_grpo(tmp_path, server, {"weights": "adapter"}, adapter=adapter)
+    finished = drumline("train", config, timeout=SECONDS_OF_A_RUN)
+
+    assert finished.code != 0
+    assert len(finished.error_lines) == 1, finished.err
+    assert f"LoRA rank {2 * MOST_RANK} is greater than" in finished.error_lines[0]
+    assert "a --max-lora-rank of adapter.r or more" in finished.error_lines[0]
+
+    # The server goes on.
+    assert client(server).generate(REQUESTS, 5)
+
+
+def test_the_same_seed_gives_the_same_completions(server: RealServer) -> None:
+    first = client(server).generate(REQUESTS, 5)
+    again = client(server, batch=2).generate(REQUESTS, 5)
+    later = client(server).generate(REQUESTS, 6)
+
+    for completion, other in zip(again, first, strict=True):
+        assert completion.tokens == other.tokens
+        assert completion.log_probs == pytest.approx(other.log_probs, abs=ROUNDING)
+
+    for completion, other in zip(later, first, strict=True):
+        assert completion.tokens != other.tokens
+
+    assert mean_gap(read_model(server.model), first) < ROUNDING
+
+
+def test_completions_end_with_a_stop_text(server: RealServer) -> None:
+    tokenizer = tiny_tokenizer()
+    unstopped = client(server, max_new_tokens=32).generate(REQUESTS, 5)
+    text = tokenizer.decode(unstopped[0].tokens)
+    letters = [letter for letter in text[4:] if letter.isalpha()]
+    letter = letters[0]
+    completions = client(server, max_new_tokens=32, stop=(letter,)).generate(REQUESTS, 5)
+
+    for completion, whole in zip(completions, unstopped, strict=True):
+        text = tokenizer.decode(completion.tokens)
+        assert completion.tokens == whole.tokens[: len(completion.tokens)]
+
+        if letter in text:
+            assert completion.ended
+            assert letter not in tokenizer.decode(completion.tokens[:-1])
+        else:
+            assert completion.tokens == whole.tokens
+
+    assert completions[0].ended
+
+
+def test_a_server_that_is_killed_in_a_rollout_is_one_line(
+    server: RealServer, tmp_path: Path
+) -> None:
+    before = server.generated_tokens()
+    run = start_drumline("train", write_grpo(tmp_path, server, {"max_new_tokens": 384}))
+
+    def is_in_the_rollout() -> bool:
+        more = server.generated_tokens() - before
+        return more > TOKENS_OF_A_PROBE + 32 or run.poll() is not None
+
+    until(is_in_the_rollout, SECONDS_OF_A_RUN)
+    server.kill()
+    _, err = run.communicate(timeout=SECONDS_OF_A_RUN)
+    errors = [line for line in err.splitlines() if line.startswith("error:")]
+
+    # The launcher tries once more, and then there is no server to begin with.
+    first_failure, second_failure = column(tmp_path / "run", "why", "run_end")
+
+    assert f"POST {server.url}/v1/completions" in first_failure
+    assert f"GET {server.url}/health" in second_failure
+
+    assert run.returncode == 2
+    assert len(errors) == 1, err
+    assert second_failure in errors[0]
+    assert "start it with `vllm serve MODEL`" in errors[0]
+    assert "Traceback" not in err
