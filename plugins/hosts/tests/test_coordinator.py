@@ -167,7 +167,7 @@ def test_a_host_that_calls_by_itself_is_not_started_again(
             calls.append(Called(elastic, "b"))
         return "ssh has ended"
 
-    monkeypatch.setattr(starter, "ended", end)
+    monkeypatch.setattr(starter, "why_ended", end)
 
     elastic._begin_recall()
     until(lambda: calls)
