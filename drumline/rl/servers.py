@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 # The most characters of a server's error message, and of its answer, that an error shows.
 MOST_MESSAGE = 300
 MOST_ANSWER = 200
+# What ends a whole completion: the values of vLLM's `finish_reason`, and its types in SGLang.
+FINISHED = ("stop", "length")
 # The most seconds that a lost server is waited for when it is asked whether it is back.
 HEALTH_SECONDS = 10.0
 # HTTP statuses of a server that works and refuses the request, as any other server would.
@@ -456,6 +458,32 @@ class ServedGenerator:
     def complete(self, server: Server, request: Request, step: int) -> Completion:
         """Return a server's completion. Raises ServerError if it gives no whole one."""
         raise NotImplementedError
+
+    def request_completion(
+        self,
+        server: Server,
+        path: str,
+        body: dict[str, Any],
+        parse: Callable[[Any], Completion | None],
+    ) -> Completion:
+        """Send a request, and return the completion in the answer.
+
+        Raises ServerError for an answer without a whole completion.
+        `parse`: returns the completion in an answer, or None if it is empty or was broken off. It may
+        raise TypeError, KeyError, IndexError, ValueError or AttributeError for an answer of another form.
+        """
+        answer = server.request(path, body)
+        try:
+            completion = parse(answer)
+        except (TypeError, KeyError, IndexError, ValueError, AttributeError):
+            completion = None
+        if completion is None:
+            shown = str(answer)[:MOST_ANSWER]
+            raise server.fault(
+                f"{path} of {server.url} gave no tokens with log-probs: {shown}",
+                self.kind.needed_version,
+            )
+        return completion
 
     def load(self, server: Server, folder: Path, version: int) -> None:
         """Have a server load the weights in a folder. Raises what `Server.fault` returns.

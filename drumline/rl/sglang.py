@@ -14,10 +14,7 @@ from typing import Any
 
 from drumline.config.rollouts import SGLangGenerator as Config
 from drumline.rl.generate import Completion, Request, request_seed
-from drumline.rl.servers import MOST_ANSWER, ServedGenerator, Server, ServerKind
-
-# Types of `finish_reason` of a whole completion.
-FINISHED = ("stop", "length")
+from drumline.rl.servers import FINISHED, MOST_ANSWER, ServedGenerator, Server, ServerKind
 
 
 class RemoteSGLang(ServedGenerator):
@@ -59,18 +56,7 @@ class RemoteSGLang(ServedGenerator):
             # Log-probs of the completion only, and not of the prompt.
             "logprob_start_len": -1,
         }
-        answer = server.request("/generate", body)
-        try:
-            completion = _parse_answer(answer)
-        except (TypeError, KeyError, IndexError, ValueError):
-            completion = None
-        if completion is None:
-            shown = str(answer)[:MOST_ANSWER]
-            raise server.fault(
-                f"/generate of {server.url} gave no tokens with log-probs: {shown}",
-                self.kind.needed_version,
-            )
-        return completion
+        return self.request_completion(server, "/generate", body, _parse_answer)
 
     def _options(self, request: Request, step: int) -> dict[str, Any]:
         """Return SGLang's options for a request's sampling.

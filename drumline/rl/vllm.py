@@ -35,12 +35,10 @@ from drumline.rl.generate import (
     request_seed,
     require_room,
 )
-from drumline.rl.servers import MOST_ANSWER, ServedGenerator, Server, ServerKind
+from drumline.rl.servers import FINISHED, ServedGenerator, Server, ServerKind
 
 # The prefix of each token id in the server's answers (`return_tokens_as_token_ids`).
 TOKEN_PREFIX = "token_id:"
-# Values of `finish_reason` of a whole completion.
-FINISHED = ("stop", "length")
 # Texts that say how to fix an error.
 DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1, or set weights: none"
 NEEDED_VERSION = "it takes vLLM 0.22 or later"
@@ -166,18 +164,7 @@ class RemoteVLLM(ServedGenerator):
 
     def _complete_by(self, server: Server, body: dict[str, Any]) -> Completion:
         """Return a server's completion. Raises ServerError for an answer without a whole one."""
-        answer = server.request("/v1/completions", body)
-        try:
-            completion = _parse_answer(answer)
-        except (TypeError, KeyError, IndexError, ValueError, AttributeError):
-            completion = None
-        if completion is None:
-            shown = str(answer)[:MOST_ANSWER]
-            raise server.fault(
-                f"/v1/completions of {server.url} gave no tokens with log-probs: {shown}",
-                self.kind.needed_version,
-            )
-        return completion
+        return self.request_completion(server, "/v1/completions", body, _parse_answer)
 
     def check(self, server: Server, request: Request) -> None:
         """Raise ServerError if a server returns log-probs of another kind than is needed.

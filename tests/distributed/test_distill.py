@@ -4,6 +4,7 @@ teacher is asked before training or in every step."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,13 +81,39 @@ BASE: Sections = {
 }
 
 
-def pairs() -> list[Any]:
+def pairs_of(
+    ways: Sequence[Any], cases: Iterable[str], kept: Container[tuple[str, str]]
+) -> list[Any]:
+    """The parameters `way` and `case` of all pairs; those that are not `kept` are marked `full`."""
     found = []
-    for way in WAYS:
-        for case in CASES:
+    for way in ways:
+        for case in cases:
             names = (way.name, case)
-            found.append(case_of(way, case, id="-".join(names), full=names not in KEPT))
+            found.append(case_of(way, case, id="-".join(names), full=names not in kept))
     return found
+
+
+def pairs() -> list[Any]:
+    return pairs_of(WAYS, CASES, KEPT)
+
+
+def train_pairs(session: pytest.Session, file: str, root: Path, plan: Callable[..., Path]) -> None:
+    """Train the chosen pairs of a file on two ranks, and each of their cases on one.
+
+    `plan`: returns the plan of a run, by its name, world size, case, and sections.
+    """
+    spread = []
+    alone = []
+    for params in chosen_params(session, file):
+        if "way" not in params:
+            continue
+        way = params["way"]
+        case = params["case"]
+        if not (root / slug(case)).exists():
+            alone.append(plan(slug(case), 1, case, {"batch": {"micro_batch": 8}}))
+        spread.append(plan(slug(way.name, case), 2, case, way.sections))
+    train(alone)
+    train(spread)
 
 
 def teacher_dir(root: Path) -> Path:
@@ -116,18 +143,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         folder.mkdir()
         return plan_in(folder, "one", world_size, model, **settings)
 
-    spread = []
-    alone = []
-    for params in chosen_params(request.session, __file__):
-        if "way" not in params:
-            continue
-        way = params["way"]
-        case = params["case"]
-        if not (root / slug(case)).exists():
-            alone.append(plan(slug(case), 1, case, {"batch": {"micro_batch": 8}}))
-        spread.append(plan(slug(way.name, case), 2, case, way.sections))
-    train(alone)
-    train(spread)
+    train_pairs(request.session, __file__, root, plan)
     return root
 
 

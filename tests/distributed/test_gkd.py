@@ -20,16 +20,13 @@ from tests.distributed.rows import CUT, TOLERANCE
 from tests.distributed.setups import (
     EIGHT_BY_FOUR,
     UNSAVED,
-    chosen_params,
     claim,
     merge,
     plan_in,
     same_evaluations,
     slug,
-    train,
 )
-from tests.distributed.setups import case as case_of
-from tests.distributed.test_distill import teacher_dir
+from tests.distributed.test_distill import pairs_of, teacher_dir, train_pairs
 from tests.harness import Sections, column, events, losses, same_weights, write_config
 from tests.tiny import tiny_model_dir
 
@@ -88,12 +85,7 @@ BASE: Sections = {
 
 
 def pairs() -> list[Any]:
-    found = []
-    for way in WAYS:
-        for case in CASES:
-            names = (way.name, case)
-            found.append(case_of(way, case, id="-".join(names), full=names not in KEPT))
-    return found
+    return pairs_of(WAYS, CASES, KEPT)
 
 
 def data_of(case: str) -> Sections:
@@ -116,18 +108,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         folder.mkdir()
         return plan_in(folder, "one", world_size, model, **settings)
 
-    spread = []
-    alone = []
-    for params in chosen_params(request.session, __file__):
-        if "way" not in params:
-            continue
-        way = params["way"]
-        case = params["case"]
-        if not (root / slug(case)).exists():
-            alone.append(plan(slug(case), 1, case, {"batch": {"micro_batch": 8}}))
-        spread.append(plan(slug(way.name, case), 2, case, way.sections))
-    train(alone)
-    train(spread)
+    train_pairs(request.session, __file__, root, plan)
     return root
 
 

@@ -199,7 +199,7 @@ def test_a_turn_without_tokens_gives_its_reward_to_the_token_before() -> None:
 
 
 def test_what_is_not_the_environment_s_is_of_the_whole_episode() -> None:
-    """A penalty for length counts with the last turn, so it is told apart from the environment's."""
+    """A penalty for length counts with the last turn, and is not mixed with the environment's rewards."""
     configs = [EnvironmentReward(weight=2.0), LengthReward(free=2, limit=6, weight=0.5)]
     with Rewards(configs, Path(), workers=1) as rewards:
         assert rewards.environment_weight == 2.0
