@@ -230,6 +230,8 @@ work("encoder-decoder", "fp32", {}, "one device", "fsdp2 2", architecture="t5")
 
 BY_NAME = {row.name: row for row in ROWS}
 assert len(BY_NAME) == len(ROWS), "two rows have one name"
+# A row that goes on from a checkpoint has the steps of the row without a stop.
+COUNTED = [row for row in ROWS if not row.continues]
 # Rows whose steps copy from pageable memory, and why. Strict, so that a line goes out with its defect.
 PAGEABLE: dict[str, str] = {}
 for name in BY_NAME:

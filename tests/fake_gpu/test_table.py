@@ -21,6 +21,7 @@ from tests.fake_gpu.ledger_file import LedgerFile, ledger_path
 from tests.fake_gpu.running import NEEDS_STAND_IN, claim_plan, machine, run_ranks
 from tests.fake_gpu.table import (
     BY_NAME,
+    COUNTED,
     PAGEABLE,
     QUIET_STEP,
     ROWS,
@@ -32,8 +33,6 @@ from tests.fake_gpu.table import (
 from tests.harness import Sections, column, events, losses, read_json, write_config
 from tests.tiny import tiny_architecture_dir, tiny_model_dir, tiny_reward_model_dir
 
-# A row that goes on from a checkpoint has the steps of the row without a stop.
-COUNTED = [row for row in ROWS if not row.continues]
 COUNTS = Path(__file__).parent / "counts.json"
 pytestmark = [
     pytest.mark.full,
