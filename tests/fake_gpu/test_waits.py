@@ -6,6 +6,7 @@ from collections import Counter
 from fnmatch import filter as matching
 from pathlib import Path
 
+from tests.fake_gpu.table import BY_NAME
 from tests.fake_gpu.waits import REASONS
 from tests.harness import Sections, read_json
 
@@ -22,7 +23,10 @@ def test_each_committed_wait_has_one_reason_and_each_reason_its_waits() -> None:
     rows = committed()
     waits = set()
     for name, row in rows.items():
-        for wait in row["waits"]:
+        committed_waits = list(row["waits"])
+        for rank in BY_NAME[name].counted_ranks:
+            committed_waits += row[rank]["waits"]
+        for wait in committed_waits:
             _, _, place = wait.partition(" | ")
             waits.add((name, place))
 

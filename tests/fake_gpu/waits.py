@@ -26,6 +26,7 @@ class Reason:
 
 # A step after a checkpoint has nothing left to read: the numbers were read for the checkpoint.
 WITHOUT_CHECKPOINT = tuple(row.name for row in COUNTED if "checkpoint" not in row.sections)
+ROLLOUTS = ("*, grpo, *", "*, ppo, *")
 ZERO = ("zero*",)
 ON_HOST = ("one device, optimizer offloaded", "fsdp2 2, optimizer offloaded")
 FSDP2_OFFLOADED = ("fsdp2 2, everything offloaded",)
@@ -92,7 +93,13 @@ REASONS = [
         ("ep *, fp32",),
         "the same in backward, where torch calls it without Python",
     ),
-    # transformers asks for padding, so that attention without any needs no mask.
+    # transformers asks for padding and documents, so that attention without them needs no mask.
+    Reason(
+        "models/head.py:compute_outputs < models/head.py:forward",
+        ("dp 2, *",),
+        "transformers asks each device's rows whether they have several documents: the documents'"
+        " lengths are those of all rows, and not cut with them",
+    ),
     Reason(
         "models/seq2seq.py:__call__ < models/head.py:compute_outputs",
         ("*, encoder-decoder, *",),
@@ -106,19 +113,24 @@ REASONS = [
     # Rollouts.
     Reason(
         "dist/reduce.py:read < dist/reduce.py:__call__",
-        ("*, grpo, *",),
+        ROLLOUTS,
         "whether a rank has a stop signal, which all ask before a rollout, as it takes long",
     ),
-    Reason("dist/copies.py:read < rl/generate.py:_read", ("*, grpo, *",), GENERATE),
-    Reason("rl/generate.py:_generate_batch < rl/generate.py:generate", ("*, grpo, *",), GENERATE),
+    Reason("dist/copies.py:read < rl/generate.py:_read", ROLLOUTS, GENERATE),
+    Reason("rl/generate.py:_generate_batch < rl/generate.py:generate", ROLLOUTS, GENERATE),
     Reason(
         "rl/generate.py:_prefill_shared_prompts < rl/generate.py:_prompt_arguments",
         ("fsdp2 2, grpo, *",),
         "transformers asks whether a prompt is padded, where prompts that repeat are computed once",
     ),
     Reason(
+        "rl/reading.py:read < rl/rollouts.py:_add_model_outputs",
+        ("*, ppo, *",),
+        "log-probabilities and values of what was sampled: advantages are computed on the host",
+    ),
+    Reason(
         "rl/reading.py:read < rl/sampler_check.py:_mean_difference",
-        ("fsdp2 2, grpo, *",),
+        ("fsdp2 2, grpo, *", "fsdp2 2, ppo, *"),
         "log-probabilities of a probe of the sampler, compared on the host after each hand-over",
     ),
     # ZeRO.
