@@ -132,9 +132,9 @@ STRATEGIES = [
 ]
 # A ring cuts each sequence into eight chunks of at least 32 tokens here.
 RING_OF_FOUR: Sections = {"data": {"packing": False, "max_length": 256}}
-# Those that STRATEGIES does not have on 4 devices, in fp32 alone: bf16 differs in its kernels, not in
-# what more devices change, and a row takes seconds.
-ON_FOUR_DEVICES = [
+# `dp`: one process drives both devices.
+ON_MORE_DEVICES = [
+    spread("dp 2", 1, "dp", devices_of_rank=2),
     spread("zero1 4", 4, "zero1"),
     spread("zero2 4", 4, "zero2"),
     spread("zero3 4", 4, CUT),
@@ -146,8 +146,6 @@ ON_FOUR_DEVICES = [
     spread("local_sgd 4", 4, {"kind": "local_sgd", "period": 2}, is_held_against_ranks=True),
     spread("diloco 4", 4, {"kind": "diloco", "period": 2}, is_held_against_ranks=True),
 ]
-# One process drives both devices.
-DP_ON_TWO = spread("dp 2", 1, "dp", devices_of_rank=2)
 BASES = {row.name: row for row in STRATEGIES}
 ROWS: list[Row] = []
 for base in STRATEGIES:
@@ -156,8 +154,8 @@ for base in STRATEGIES:
     if not base.is_held_against_ranks:
         full.sections["checkpoint"] = {"every": SAVED_STEP}
     ROWS += [full, in_precision("bf16", base)]
-for base in (DP_ON_TWO, *ON_FOUR_DEVICES):
-    ROWS.append(in_precision("fp32", base))
+for base in ON_MORE_DEVICES:
+    ROWS += [in_precision("fp32", base), in_precision("bf16", base)]
 
 # Saved under one strategy, and gone on with under another.
 for before, after in (
