@@ -45,8 +45,8 @@ SECONDS = 235.0  # of a part
 PYTHON = sys.executable
 # With a line for each test as soon as it has ended.
 PYTEST = [PYTHON, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
-# One or a few tests of each file that also the stand-in of a GPU runs in seconds.
-QUICK_TESTS = "pinned or begins_on or stop_the_host or noise"
+# Some tests that the stand-in of a GPU runs in seconds; tests/fake_gpu/test_gpu_tests.py runs all.
+QUICK_TESTS = "pinned or stop_the_host or noise"
 PACKAGES = (
     "torch",
     "triton",
@@ -135,6 +135,11 @@ def missing(package: str) -> str:
     return "" if find_spec(package) else f"{package} is not installed"
 
 
+def why_without_trl() -> str:
+    """Return why nothing is compared with TRL, whose trainers take kernels of Triton on a GPU."""
+    return missing("trl") or (f"needs {COMPILED_CODE}" if IS_STAND_IN else "")
+
+
 def peer_commands(is_small: bool) -> Commands:
     if not CUDA:
         tiny = sft_command("tiny", "--packed", "--lora", contenders=["drumline"], is_small=True)
@@ -142,7 +147,7 @@ def peer_commands(is_small: bool) -> Commands:
     calibrate = [PYTHON, "-m", "drumline", "calibrate", "--quick"]
     commands: Commands = {"calibrate": Command(calibrate, variables=WITHOUT_NUMBERS)}
     contenders = ["drumline", "bare"]
-    if find_spec("trl"):
+    if not why_without_trl():
         contenders.append("trl")
     for name in ("1b", "8b"):
         shape = "tiny" if is_small else name
@@ -177,7 +182,7 @@ def rl_command(algorithm: str, is_small: bool) -> Command:
     contenders = "drumline"
     if algorithm == "ppo":
         contenders = "drumline,bare"  # TRL has no PPO any more
-    elif find_spec("trl"):
+    elif not why_without_trl():
         contenders = "drumline,trl"
     size = ["--smoke"] if is_small else ["--shape", "1b", "--steps", "4"]
     words = [PYTHON, "benchmarks/rl_vs_peers.py", "--algorithm", algorithm, "--rounds", "1"]
@@ -220,6 +225,7 @@ def main() -> None:
         "part": options.part,
         "device": torch.cuda.get_device_name() if CUDA else "cpu",
         "versions": installed_versions(),
+        "without_trl": why_without_trl(),
     }
     if options.part == "probe":
         write({**figures, "runs": rows}, options.out)

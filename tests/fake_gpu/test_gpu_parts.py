@@ -28,6 +28,7 @@ def test_a_parts_commands_pass_but_for_what_the_stand_in_lacks(part: str, tmp_pa
     figures = read_json(out)
     assert "H100" in figures["device"], output
     assert figures["runs"], output
+    assert REASONS.search(figures["without_trl"])
     for row in figures["runs"]:
         if row["end"] == "skipped":
             assert REASONS.search(row["last"]), row
