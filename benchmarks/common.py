@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from drumline.system.files import write_whole
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
     "torch",
@@ -129,6 +131,4 @@ def write(figures: dict[str, Any], out: Path | None) -> None:
     if out is None:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
-    beside = out.with_name(out.name + ".part")
-    beside.write_text(json.dumps(heading() | figures, indent=1) + "\n")
-    beside.replace(out)
+    write_whole(out, json.dumps(heading() | figures, indent=1) + "\n")

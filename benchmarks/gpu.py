@@ -38,6 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from drumline.system.files import write_whole
 from tests.gpu.stand_in import COMPILED_CODE, IS_STAND_IN, WITHOUT_NUMBERS
 
 CUDA = torch.cuda.is_available()
@@ -249,12 +250,7 @@ def main() -> None:
 
 def write(figures: dict[str, Any], out: Path) -> None:
     """Write the figures so that the file is whole at any moment, also when the machine goes."""
-    beside = out.with_name(out.name + ".part")
-    with beside.open("w") as file:
-        file.write(json.dumps(figures, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(out)
+    write_whole(out, json.dumps(figures, indent=1) + "\n", durable=True)
 
 
 def installed_versions() -> dict[str, str]:

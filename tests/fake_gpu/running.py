@@ -76,21 +76,28 @@ def end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
+def run_python(
+    arguments: Sequence[object], devices: int, timeout: float, **settings: object
+) -> Finished:
+    """Run Python over the stand-in to its end; `err` is empty, `out` has all output."""
+    with shared_memory() as meeting:
+        process = start(list(arguments), environment(devices, meeting, **settings))
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            late = " ".join(map(str, arguments)) + f" ran over {timeout} s"
+            raise AssertionError(f"{late}:\n{said(process)}") from None
+        finally:
+            end(process)
+        output = said(process)
+        return Finished(code, output, output)
+
+
 def drumline(
     *arguments: object, devices: int = 1, timeout: float = 200, **settings: object
 ) -> Finished:
-    """Run the command line over the stand-in to its end; `err` is empty, `out` has all output."""
-    with shared_memory() as meeting:
-        env = environment(devices, meeting, **settings)
-        process = start(["-m", "drumline", *arguments], env)
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            end(process)
-            late = f"drumline {arguments} ran over {timeout} s"
-            raise AssertionError(f"{late}:\n{said(process)}") from None
-        output = said(process)
-        return Finished(process.returncode, output, output)
+    """Run the command line over the stand-in to its end, see `run_python`."""
+    return run_python(["-m", "drumline", *arguments], devices, timeout, **settings)
 
 
 def run_ranks(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import PARTS
-from tests.fake_gpu.environment import environment
-from tests.fake_gpu.running import NEEDS_STAND_IN, end, said, shared_memory, start
+from tests.fake_gpu.running import NEEDS_STAND_IN, run_python
 from tests.gpu.stand_in import COMPILED_CODE
 from tests.harness import read_json
 
@@ -70,14 +68,5 @@ def run_part(part: str, out: Path, cache: Path) -> str:
 
     `cache`: a folder for what `drumline calibrate` measures, which no later run is to read.
     """
-    command = ["benchmarks/gpu.py", part, "--smoke", "--out", out]
-    with shared_memory() as meeting:
-        env = environment(1, meeting, XDG_CACHE_HOME=cache)
-        process = start([*command, "--seconds", SECONDS_A_PART], env)
-        try:
-            process.wait(SECONDS_A_PART)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{part} ran out of time:\n{said(process)}") from None
-        finally:
-            end(process)
-        return said(process)
+    command = ["benchmarks/gpu.py", part, "--smoke", "--out", out, "--seconds", SECONDS_A_PART]
+    return run_python(command, 1, SECONDS_A_PART, XDG_CACHE_HOME=cache).out

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
-from tests.fake_gpu.environment import environment
-from tests.fake_gpu.running import NEEDS_STAND_IN, end, said, shared_memory, start
+from tests.fake_gpu.running import NEEDS_STAND_IN, run_python
 from tests.gpu.stand_in import COMPILED_CODE, GIGABYTES, KERNELS_THAT_TAKE_TIME
 from tests.harness import ROOT
 
@@ -63,13 +61,5 @@ def run_file(name: str, report: Path, base_folder: Path) -> str:
     """Run a file by a pytest over the stand-in, which writes `report`. Return its output."""
     options = ["-p", "no:cacheprovider", f"--junitxml={report}", f"--basetemp={base_folder}"]
     options += ["-o", f"timeout={SECONDS_A_FILE}"]
-    with shared_memory() as meeting:
-        env = environment(DEVICES[name], meeting, TEST_PATIENCE=PATIENCE)
-        process = start(["-m", "pytest", *options, f"tests/gpu/{name}"], env)
-        try:
-            process.wait(SECONDS_A_FILE)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{name} ran out of time:\n{said(process)}") from None
-        finally:
-            end(process)
-        return said(process)
+    command = ["-m", "pytest", *options, f"tests/gpu/{name}"]
+    return run_python(command, DEVICES[name], SECONDS_A_FILE, TEST_PATIENCE=PATIENCE).out

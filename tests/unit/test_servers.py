@@ -19,7 +19,8 @@ from drumline.rl.servers import Server, ServerPool
 from drumline.rl.vllm import RemoteVLLM
 from drumline.system.redact import reveal
 from tests.distributed.ranks import free_port
-from tests.harness import column, drumline, write_config
+from tests.harness import column, drumline
+from tests.served_runs import write_served_run
 from tests.tiny import read_model, tiny_model_dir, tiny_tokenizer
 from tests.unit.report_runs import story
 from tests.unit.test_report_progress import START, told
@@ -197,10 +198,8 @@ def test_a_run_reads_no_tokens_of_another_model(tmp_path: Path) -> None:
     other = tiny_model_dir(tmp_path / "other", vocab_size=300)
 
     with StubServer(read_model(model)) as server:
-        sampler = {"kind": "vllm", "url": server.url, "max_new_tokens": 6, "weights": "none"}
-        reward = {"kind": "regex", "pattern": "[aeiou]", "full": False}
-        grpo = {"kind": "grpo", "group_size": 4, "generator": sampler, "rewards": [reward]}
-        finished = drumline("train", write_config(tmp_path, other, algorithm=grpo))
+        config = write_served_run(tmp_path, other, server.url, {"weights": "none"})
+        finished = drumline("train", config)
 
     (line,) = finished.error_lines
     assert "and the policy has" in line
@@ -387,20 +386,9 @@ def test_a_run_goes_on_with_the_same_numbers_when_a_server_dies(tmp_path: Path) 
 
     def train(name: str, servers: list[StubServer]) -> Path:
         urls = [server.url for server in servers]
-        sampler = {"kind": "vllm", "url": urls, "max_new_tokens": 6}
-        reward = {"kind": "regex", "pattern": "[aeiou]", "full": False}
-        grpo = {"kind": "grpo", "group_size": 4, "generator": sampler, "rewards": [reward]}
         folder = tmp_path / name
         folder.mkdir()
-        config = write_config(
-            folder,
-            model,
-            algorithm=grpo,
-            batch={"global_samples": 8, "micro_batch": 4},
-            run={"steps": 3},
-            data={"eval": []},
-        )
-        finished = drumline("train", config)
+        finished = drumline("train", write_served_run(folder, model, urls))
         assert finished.code == 0, finished.out + finished.err
         return folder / "run"
 
