@@ -169,6 +169,14 @@ class _Generator(Section):
         (), description="Texts that end a completion, besides the end-of-sequence token."
     )
 
+    @model_validator(mode="after")
+    def _refuse_top_p_of_greedy_choices(self) -> _Generator:
+        if self.top_k == 1 and self.top_p < 1:
+            raise ValueError(
+                "top_k 1 takes the likeliest token whatever top_p is: take one of them out"
+            )
+        return self
+
 
 class HFGenerator(_Generator):
     """transformers' generate with its KV cache, prompts of like length together."""
@@ -262,9 +270,21 @@ class VLLMGenerator(ServerGenerator):
     )
 
     @model_validator(mode="after")
+    def _reads_its_keys(self) -> VLLMGenerator:
+        """Refuse keys of servers for an engine in each rank, and keys of that engine for servers."""
+        if self.url is None:
+            unread = ("timeout_seconds", "weights", "folder")
+            fix = "is of servers: set url, or take it out"
+        else:
+            unread = ("memory",)
+            fix = "is of an engine in each rank, and url names servers: take one of them out"
+        for name in unread:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} {fix}")
+        return self
+
+    @model_validator(mode="after")
     def _can_be_asked(self) -> VLLMGenerator:
-        if self.url is None and (self.weights != "folder" or self.folder is not None):
-            raise ValueError("weights and folder are of a server: set url")
         if self.temperature != 1 and (self.top_p < 1 or self.top_k > 0):
             raise ValueError(
                 "vLLM tells log-probs before the temperature, or after top_p and top_k too: leave temperature at 1, or top_p and top_k off"

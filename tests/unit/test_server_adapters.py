@@ -166,7 +166,7 @@ def test_adapters_that_vllm_does_not_load_are_refused_before_any_process() -> No
     with pytest.raises(PlanError, match=r"no adapter to hand over — use adapter=lora, or algo"):
         check("none")
 
-    with pytest.raises(ValueError, match="weights and folder are of a server: set url"):
+    with pytest.raises(ValueError, match="weights is of servers: set url, or take it out"):
         check("lora", url=None)
 
     with pytest.raises(PlanError, match="the servers have no base model that the adapter fits"):

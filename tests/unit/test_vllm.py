@@ -168,7 +168,11 @@ def test_where_nothing_is_cut_and_for_greedy_choices_either_kind_will_do(
 UNASKABLE: dict[str, dict[str, Any]] = {
     "leave temperature at 1": {"url": "http://a", "temperature": 0.6, "top_p": 0.9},
     "begins with http": {"url": "localhost:8000"},
-    "set url": {"weights": "none"},
+    "weights is of servers: set url": {"weights": "none"},
+    "folder is of servers: set url": {"folder": "x"},
+    "timeout_seconds is of servers: set url": {"timeout_seconds": 5},
+    "memory is of an engine in each rank": {"url": "http://a", "memory": 0.5},
+    "takes the likeliest token whatever top_p is": {"top_k": 1, "top_p": 0.5},
     "folder is where weights are written": {"url": "http://a", "weights": "none", "folder": "x"},
     "stands twice in url": {"url": ["http://a", "http://b", "http://a"]},
     "at least 1 item": {"url": []},
