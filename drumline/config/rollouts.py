@@ -143,9 +143,9 @@ class EnvironmentReward(_UntimedReward):
 
 
 # Rewards that are computed in processes of their own, within a limit of time.
-TimedReward = FunctionReward | TaskReward | MathReward | RegexReward
+IsolatedReward = FunctionReward | TaskReward | MathReward | RegexReward
 Reward = Annotated[
-    TimedReward | LengthReward | ModelReward | EnvironmentReward,
+    IsolatedReward | LengthReward | ModelReward | EnvironmentReward,
     Field(discriminator="kind"),
     KIND_ALONE,
 ]

@@ -24,7 +24,8 @@ from drumline.rl.sampler_check import (
     probe_prompts,
 )
 from drumline.telemetry.events import Rollout
-from tests.harness import column, drumline, write_config
+from tests.harness import column, drumline
+from tests.served_runs import TWO_RANKS, write_served_run
 from tests.tiny import read_model, tiny_model_dir, tiny_tokenizer
 from tests.unit.report_runs import story
 from tests.unit.test_report_progress import START, told
@@ -232,19 +233,7 @@ def test_a_run_of_two_ranks_with_a_sharded_policy_ends_at_a_stale_head(tmp_path:
     model = tiny_model_dir(tmp_path / "model")
 
     with StubServer(read_model(model)) as server:
-        sampler = {"kind": "vllm", "url": server.url, "max_new_tokens": 6}
-        reward = {"kind": "regex", "pattern": "[aeiou]", "full": False}
-        grpo = {"kind": "grpo", "group_size": 4, "generator": sampler, "rewards": [reward]}
-        config = write_config(
-            tmp_path,
-            model,
-            algorithm=grpo,
-            strategy="fsdp2",
-            launch={"nproc": 2},
-            batch={"global_samples": 8, "micro_batch": 2},
-            run={"steps": 4},
-            data={"eval": []},
-        )
+        config = write_served_run(tmp_path, model, server.url, strategy="fsdp2", **TWO_RANKS)
         server.ignored = {"lm_head.weight"}
         server.honest_loads = 2
         finished = drumline("train", config)

@@ -21,8 +21,9 @@ from drumline.plan.rules import check_rules
 from drumline.rl.build import lost_servers
 from drumline.rl.hand_over import AdapterFiles
 from drumline.train.sampling import TextGeneration
-from tests.harness import column, drumline, write_config
+from tests.harness import column, drumline
 from tests.plans import small_config, small_plan
+from tests.served_runs import TWO_RANKS, write_served_run
 from tests.tiny import read_model, tiny_model_dir, tiny_tokenizer
 from tests.unit.test_vllm import REQUESTS, assert_same, make_generator, sample_here
 from tests.vllm_stub import StubServer
@@ -211,19 +212,14 @@ def test_the_adapter_of_a_sharded_policy_reaches_the_server(tmp_path: Path, stra
     model = tiny_model_dir(tmp_path / "model")
 
     with StubServer(read_model(model)) as server:
-        sampler = {"kind": "vllm", "url": server.url, "max_new_tokens": 6, "weights": "adapter"}
-        reward = {"kind": "regex", "pattern": "[aeiou]", "full": False}
-        grpo = {"kind": "grpo", "group_size": 4, "generator": sampler, "rewards": [reward]}
-        config = write_config(
+        config = write_served_run(
             tmp_path,
             model,
-            algorithm=grpo,
+            server.url,
+            {"weights": "adapter"},
             adapter={"kind": "lora", "r": 4, "targets": "attention"},
             strategy=strategy,
-            launch={"nproc": 2},
-            batch={"global_samples": 8, "micro_batch": 2},
-            run={"steps": 3},
-            data={"eval": []},
+            **TWO_RANKS,
         )
         finished = drumline("train", config)
 
