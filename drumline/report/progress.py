@@ -871,8 +871,9 @@ def _rollout_line(event: events.Rollout) -> str:
     if has_groups and isinstance(event.groups_differ, float | int):
         alike = 1 - event.groups_differ
         parts.append(f"groups without a difference {alike:.0%}")
-    parts.append(f"length {event.length:.1f}")
-    parts.append(f"ended {event.ended:.0%}")
+    if event.episodes:
+        parts.append(f"length {_format_number(event.length, '.1f')}")
+        parts.append(f"ended {_format_number(event.ended, '.0%')}")
     parts += _conversation_parts(event)
     if event.from_rows:
         parts.append(f"completions of rows {event.from_rows}")
@@ -921,12 +922,12 @@ def _rewards_of_domains(event: events.Rollout) -> list[str]:
 
 def _rollout_seconds(event: events.Rollout) -> str:
     """Return what the seconds of a rollout were spent on."""
-    parts = [
-        f"generate {event.generate_s:.1f}",
-        f"reward {event.reward_s:.1f}",
-        f"infer {event.infer_s:.1f}",
-        f"train {event.train_s:.1f}",
-    ]
+    parts = [f"generate {event.generate_s:.1f}"]
+    # Without rewards nothing is said of them.
+    if event.rewards:
+        parts.append(f"reward {event.reward_s:.1f}")
+    parts.append(f"infer {event.infer_s:.1f}")
+    parts.append(f"train {event.train_s:.1f}")
     return "seconds " + ", ".join(parts)
 
 

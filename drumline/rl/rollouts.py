@@ -867,10 +867,8 @@ class Rollouts:
             metrics: What `_make_episodes` returned.
             trained: Whether optimizer steps learned from it.
         """
+        # Empty if all completions are from rows.
         samples = sampled.samples
-        if not samples:
-            # All completions are from rows. None was sampled, so there is nothing to report.
-            return
         known = [reward for reward in sampled.rewards if not math.isnan(reward)]
         algorithm = self.algorithm
         differ = sampled.rewards_differ(algorithm.group_size, algorithm.credits_turns)
@@ -912,6 +910,8 @@ class Rollouts:
             metrics=domain_rewards | _conversation_metrics(samples) | metrics,
         )
         self.emit(rollout)
+        if not samples:
+            return
         shown = [self._describe_sample(sample) for sample in samples[:MOST_SHOWN]]
         self.emit(Completions(step=last_step, completions=shown, trained=trained))
 
@@ -1079,7 +1079,12 @@ def _domain_rewards(samples: list[Sample]) -> dict[str, float]:
 
 
 def _length_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Return mean and largest number of sampled tokens, and the share of completions that ended."""
+    """Return mean and largest number of sampled tokens, and the share of completions that ended.
+
+    They are NaN without samples.
+    """
+    if not samples:
+        return {"length": math.nan, "length_max": math.nan, "ended": math.nan}
     lengths = [sample.completion.length for sample in samples]
     ended = sum(sample.completion.ended for sample in samples)
     return {

@@ -253,7 +253,7 @@ class Rollout(Event, kind="rollout"):
     # Prompts that were sampled; more than `prompts` if dynamic sampling dropped some.
     # With gkd the rows of `from_rows` are counted, too.
     drawn: int
-    episodes: int
+    episodes: int  # 0 if gkd learns the completions of rows alone
     reward: Number  # mean over its episodes; null if none has one
     reward_std: Number  # standard deviation over its episodes; null if none has a reward
     groups_differ: Number  # part of the groups whose rewards are not all alike; null if no episode has a reward
@@ -267,9 +267,11 @@ class Rollout(Event, kind="rollout"):
     # Name of a reward, or `environment` → reason → number of episodes for which it failed, of the
     # same draw.
     failures: Mapping[str, Mapping[str, int]]
-    length: float  # mean tokens of a completion, those of an environment not counted
-    length_max: float  # tokens of the longest completion
-    ended: float  # share of the completions that were not cut at their limits
+    # Mean tokens of a completion, those of an environment not counted; null without episodes.
+    length: Number
+    length_max: Number  # tokens of the longest completion; null without episodes
+    # Share of the completions that were not cut at their limits; null without episodes.
+    ended: Number
     generate_s: float  # seconds that sampling took on rank 0, waiting for others included
     reward_s: float  # seconds of scoring
     infer_s: float  # seconds for log-probs, values and the reference's log-probs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
@@ -26,15 +27,18 @@ from drumline.plan.plan import Plan
 from drumline.planner.cost.compute import scoring_flops
 from drumline.planner.cost.memory import memory
 from drumline.planner.cost.times import rollout_seconds
+from drumline.report.facts import curve_values
 from drumline.rl.conversations import Conversation
 from drumline.rl.rewards import EpisodeText, Rewards
 from drumline.rl.rollouts import (
     Rollouts,
+    RowCompletion,
     Sample,
     ScoredSamples,
     _row_sample,
     _samples_to_episodes,
 )
+from drumline.telemetry.events import EventLog
 from drumline.train.replan import planning_question
 from tests.harness import write_config
 from tests.plans import resolve_plan
@@ -308,7 +312,30 @@ def test_without_rewards_none_are_given_and_nothing_is_said_of_them() -> None:
     text = told(START, {**ROLLOUT, "rewards": {}, "failures": {}, "from_rows": 4})[1]
     assert "rollout for steps up to 3: length 3.0" in text
     assert "completions of rows 4" in text
-    assert "reward" not in text.partition("seconds")[0]
+    assert "reward" not in text
+
+
+def test_a_rollout_of_rows_alone_has_an_event_and_a_line(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    nothing = {field.name: None for field in fields(Rollouts)}
+    values: dict[str, Any] = {**nothing, "algorithm": spec(on_policy_share=0.5)}
+    run = Rollouts(**{**values, "emit": log.emit, "lost_servers": dict})
+    completion = RowCompletion([5, 6], [0.0, 0.0], True, learned=[True, True])
+    row_sample = Sample(0, [1], completion, "", float("nan"), applies=False)
+    sampled = ScoredSamples([], {}, {}, row_samples=(row_sample,) * 4)
+    run._report(3, sampled, 4, {})
+
+    # Without episodes there are none to show.
+    (written,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+
+    assert written["kind"] == "rollout"
+    assert [written[key] for key in ("episodes", "prompts", "drawn", "from_rows")] == [0, 0, 4, 4]
+    assert [written[key] for key in ("reward", "length", "length_max", "ended")] == [None] * 4
+
+    line = told(START, written)[1]
+
+    assert "rollout for steps up to 3: completions of rows 4 · seconds generate 0.0" in line
+    assert curve_values(written) == {}
 
 
 def rollout_of(tokens: list[int]) -> ScoredSamples:
