@@ -4,6 +4,7 @@ It checks what it is sent as vLLM's pydantic model would (unknown keys are refus
 and loads weights from a folder. As vLLM does, it takes a head that is tied to the embedding for a weight of its own as it reloads.
 `break_with`: a path → how it fails there. `ignored`: names of weights that it does not load, after `honest_loads` hand-overs.
 `dies_after`: so many completions are answered, and then it is dead until `restart`.
+`restarts_after`: before the completions with these numbers it is restarted so quickly that no request fails.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Collection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
@@ -31,6 +33,8 @@ FIELDS = {
 
 
 NOT_FOUND = (404, {"detail": "Not Found"})
+# What vLLM and SGLang call the weights that they were started with.
+FIRST_VERSION = "default"
 
 
 class StubServer(ThreadingHTTPServer):
@@ -49,7 +53,10 @@ class StubServer(ThreadingHTTPServer):
         self.gate: threading.Barrier | None = None
         self.asked: list[tuple[str, Any]] = []
         self.dies_after: int | None = None
+        self.restarts_after: Collection[int] = ()
         self.is_dead, self.completed = False, 0
+        # vLLM 0.32 tells the version of its weights, which an older one cannot.
+        self.tells_version, self.weight_version = True, FIRST_VERSION
         # Whether it runs with VLLM_ALLOW_RUNTIME_LORA_UPDATING and --enable-lora, and its --max-lora-rank.
         self.takes_adapters, self.max_rank = True, 16
         # Name of an adapter → name of a weight → what it adds to that.
@@ -80,12 +87,15 @@ class StubServer(ThreadingHTTPServer):
         self.dies_after = None
         self.is_dead = False
         self.adapters = {}
+        self.weight_version = FIRST_VERSION
 
     def begin_completion(self) -> None:
-        """Count a completion that is asked for, and die if it is one too many."""
+        """Count a completion that is asked for, and die if it is one too many, or be restarted before it."""
         with self.lock:
             if self.completed == self.dies_after:
                 self.is_dead = True
+            if self.completed in self.restarts_after:
+                self.restart()
             self.completed += 1
 
     def get(self, path: str) -> tuple[int, Any]:
@@ -96,6 +106,8 @@ class StubServer(ThreadingHTTPServer):
             models: list[Any] = [{"id": "tiny", "max_model_len": 512}]
             models += [{"id": name, "parent": "tiny"} for name in self.adapters]
             return 200, {"object": "list", "data": models}
+        if path == "/weight_info" and self.tells_version:
+            return 200, {"weight_version": self.weight_version}
         return NOT_FOUND
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
@@ -108,6 +120,9 @@ class StubServer(ThreadingHTTPServer):
             return 200, {"results": [None]}
         if path == "/reset_prefix_cache":
             return 200, None
+        if path == "/update_weight_version" and self.tells_version:
+            self.weight_version = body["new_version"]
+            return 200, {"success": True, "new_version": self.weight_version}
         if path == "/v1/load_lora_adapter" and self.takes_adapters:
             try:
                 self.load_adapter(body["lora_name"], body["lora_path"])

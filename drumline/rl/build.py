@@ -133,7 +133,9 @@ def _servers(
     folder = files.run_dir / "rollout-weights"
     if config.folder is not None:
         folder = Path(config.folder)
-    return remote, WeightFolder(remote, folder.absolute(), dtype, files.adapter).refresh
+    hand_over = WeightFolder(remote, folder.absolute(), dtype, files.adapter)
+    remote.restore_weights = hand_over.restore_weights
+    return remote, hand_over.refresh
 
 
 def greedy_generator(generator: Any) -> Generator:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +19,10 @@ from drumline.dist.reduce import from_all
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.rl.generate import WHERE, Weights, rank_and_world_size
 from drumline.rl.servers import HEALTH_SECONDS, ServedGenerator, Server, ServerError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # The most bytes of a file of weights. Rank 0 holds the weights of one file in host memory.
 SHARD_BYTES = 2 * 2**30
@@ -41,7 +46,9 @@ class WeightFolder:
 
     The files have all weights of the model, or those of its adapter as PEFT writes them.
 
-    A lost server that answers again gets the weights like the others, and after that requests.
+    A lost server that answers again gets the weights like the others, and after that requests. A server
+    that was restarted and that nobody has missed gets them again by `restore_weights`. It is recognised
+    by the version of its weights.
     """
 
     def __init__(
@@ -66,6 +73,9 @@ class WeightFolder:
         self.dtype = dtype
         # Number of hand-overs so far.
         self.hand_overs = 0
+        # The folder and the version of the weights that were handed over last.
+        self.present_folder = folder
+        self.version = ""
 
     def refresh(self, weights: Weights) -> None:
         """Hand over the weights. Collective; it returns once the servers have them, on all ranks.
@@ -75,22 +85,65 @@ class WeightFolder:
         """
         self._share_lost_servers()
         failure: DrumlineError | None = None
+        # Two folders are used alternately, since a server may still read the previous weights.
+        previous_folder = self.folder / f"{(self.hand_overs + 1) % 2}"
+        self.present_folder = self.folder / f"{self.hand_overs % 2}"
+        self.version = f"{self.generator.version_prefix}-{self.hand_overs}"
         if rank_and_world_size()[0] == 0:
-            failure = self._hand_over(weights)
+            failure = self._hand_over(weights, previous_folder)
         else:
             # Each step of the iterator is collective, and rank 0 alone needs the tensors.
             for _ in weights:
                 continue
         self.hand_overs += 1
         states = [server.state() for server in self.pool.servers]
-        states_of_rank_0, has_failed = from_all((states, failure is not None))[0]
-        if failure is not None:
-            raise failure
-        if has_failed:
-            raise DrumlineError(
-                "rank 0 could not hand over the weights; its log has the reason", where=WHERE
-            )
-        self.pool.set_states(states_of_rank_0)
+        self.pool.set_states(_share_from_rank_0(states, failure))
+
+    def restore_weights(self) -> list[str]:
+        """Hand the present weights over again to servers that do not have them, and return their urls.
+
+        Such a server was restarted since the last hand-over, or another run has given it weights. What it
+        sampled since is not of the policy. A server that does not tell a version is not asked. Collective.
+
+        Raises DrumlineError on all ranks if no server has the weights afterwards.
+        """
+        servers = self.pool.servers
+        failure: DrumlineError | None = None
+        outdated: list[int] = []
+        if rank_and_world_size()[0] == 0:
+            for number, server in enumerate(servers):
+                if not self._has_present_weights(server):
+                    outdated.append(number)
+                    self._expect_other_options(server)
+            failure = self._load_at([servers[number] for number in outdated])
+        states = [(number, servers[number].state()) for number in outdated]
+        restarted = []
+        for number, state in _share_from_rank_0(states, failure):
+            self.pool.set_state_after_restart(servers[number], state)
+            restarted.append(servers[number].url)
+        return restarted
+
+    def _has_present_weights(self, server: Server) -> bool:
+        """Return whether a server has the weights that it was handed last, as far as that is known.
+
+        A lost server counts as one that has them, since it gets no requests.
+        """
+        if server.is_lost or not server.tells_version:
+            return True
+        try:
+            return self.generator.read_version(server) == self.version
+        except ServerError:
+            # It may have been restarted before it was lost. `_load` finds out what is wrong with it.
+            return False
+
+    def _expect_other_options(self, server: Server) -> None:
+        """Note that a server was restarted, so that it is looked at anew."""
+        logger.warning(
+            "%s: %s has other weights than it was handed, as after a restart: it gets them again",
+            WHERE,
+            server.url,
+        )
+        server.mark_lost()
 
     def _share_lost_servers(self) -> None:
         """Mark each server as lost that any rank has lost: it may have restarted. Collective."""
@@ -100,14 +153,12 @@ class WeightFolder:
                 if is_lost:
                     server.mark_lost()
 
-    def _hand_over(self, weights: Weights) -> DrumlineError | None:
+    def _hand_over(self, weights: Weights, previous_folder: Path) -> DrumlineError | None:
         """Write the weights and have the servers load them.
 
-        Returns why that failed; None if it did not.
+        Returns why that failed; None if it did not. `previous_folder`: it is removed afterwards.
         """
-        # Two folders are used alternately, since a server may still read the previous weights.
-        folder = self.folder / f"{self.hand_overs % 2}"
-        previous_folder = self.folder / f"{(self.hand_overs + 1) % 2}"
+        folder = self.present_folder
         failure: DrumlineError | None = None
         # The iterator is collective, so rank 0 goes through all weights even if a file cannot be written.
         if self.adapter is None:
@@ -119,21 +170,22 @@ class WeightFolder:
             if failure is None:
                 failure = self._save(shard, folder, number)
         if failure is None:
-            failure = self._load_everywhere(folder)
+            failure = self._load_at(self.pool.servers)
         if failure is None:
             # Nothing reads the previous weights any more.
             shutil.rmtree(previous_folder, ignore_errors=True)
         return failure
 
-    def _load_everywhere(self, folder: Path) -> DrumlineError | None:
-        """Have all servers load the weights at the same time, and mark those that fail as lost.
+    def _load_at(self, servers: list[Server]) -> DrumlineError | None:
+        """Have servers load the weights at the same time, and mark those that fail as lost.
 
         Returns an error that must end the run: no server has the weights, or one refused them. None if
         the run can go on.
         """
-        servers = self.pool.servers
+        if not servers:
+            return None
         with ThreadPoolExecutor(len(servers)) as threads:
-            errors = list(threads.map(lambda server: self._load(server, folder), servers))
+            errors = list(threads.map(self._load, servers))
         for server, error in zip(servers, errors, strict=True):
             if error is None:
                 continue
@@ -146,7 +198,7 @@ class WeightFolder:
                 return error
         return None
 
-    def _load(self, server: Server, folder: Path) -> ServerError | None:
+    def _load(self, server: Server) -> ServerError | None:
         """Have one server load the weights. A lost server loads them if it is back.
 
         Returns why that failed; None if it did not.
@@ -154,10 +206,18 @@ class WeightFolder:
         try:
             if server.is_lost:
                 self.generator.identify(server, HEALTH_SECONDS)
-            self.generator.load(server, folder, self.hand_overs)
+            self.generator.load_weights(server, self.present_folder, self.version)
+            server.tells_version = self.generator.read_version(server) == self.version
         except ServerError as error:
             return error
         server.is_lost = False
+        if not server.tells_version and self.hand_overs == 0:
+            logger.warning(
+                "%s: %s does not tell which weights it has (vLLM 0.32 does),"
+                " so a restart between two hand-overs would not be noticed",
+                WHERE,
+                server.url,
+            )
         return None
 
     def _save(
@@ -191,6 +251,22 @@ class WeightFolder:
             named[files.name_in_files(name)] = weight
         save_file(named, folder / ADAPTER_FILE, metadata=METADATA)
         files.save_config(str(folder))
+
+
+def _share_from_rank_0(value: T, failure: DrumlineError | None) -> T:
+    """Return rank 0's value on all ranks. Collective.
+
+    `failure`: why rank 0 has failed; None if it has not, and on other ranks. Raises it on rank 0, and
+    DrumlineError on the others.
+    """
+    value_of_rank_0, has_failed = from_all((value, failure is not None))[0]
+    if failure is not None:
+        raise failure
+    if has_failed:
+        raise DrumlineError(
+            "rank 0 could not hand over the weights; its log has the reason", where=WHERE
+        )
+    return value_of_rank_0
 
 
 def _shards(

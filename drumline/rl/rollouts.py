@@ -46,8 +46,9 @@ from drumline.errors import TrainingStopped
 from drumline.plan.plan import Plan
 from drumline.rl.conversations import Conversation, Conversations, Start, row_for_environment
 from drumline.rl.curriculum import Curriculum
-from drumline.rl.generate import Completion, DistributedSampling, Request, rank_and_world_size
+from drumline.rl.generate import Completion, Request, rank_and_world_size
 from drumline.rl.reading import EpisodeReader, ModelReaders, TeacherComparison, add_sums
+from drumline.rl.restarts import CheckedSampling
 from drumline.rl.rewards import ENVIRONMENT, EpisodeScore, EpisodeText, Rewards, count_reasons
 from drumline.rl.sampler_check import SamplerCheck
 from drumline.rl.transcript import MOST_TEXT, shorten_messages
@@ -233,7 +234,7 @@ class Rollouts:
     # Samples completions of one turn. Arguments: requests, step, whether greedily. Collective.
     sample: Callable[[list[Request], int, bool], list[Completion]]
     # Begins to sample completions while training goes on. Arguments: requests, step. Collective.
-    sample_ahead: Callable[[list[Request], int], DistributedSampling]
+    sample_ahead: Callable[[list[Request], int], CheckedSampling]
     # Compares the sampler with the policy when `sample` and `sample_ahead` give it new weights.
     sampler_check: SamplerCheck
     # Returns the url of each server that was lost and is not back → why.
@@ -367,11 +368,7 @@ class Rollouts:
             return PendingRollout(prompt_ids, sample, row_ids=row_ids)
         requests = self._requests(self.prompts, prompt_ids, keys)
         sampling = self.sample_ahead(requests, steps_done)
-
-        def complete() -> list[Completion]:
-            return sampling.result
-
-        return PendingRollout(prompt_ids, complete, self.sampler_check.gap, row_ids)
+        return PendingRollout(prompt_ids, sampling.finish, self.sampler_check.gap, row_ids)
 
     def _is_sampled(self, position: int) -> bool:
         """Return whether the policy completes the prompt at a position; if not, its row does.

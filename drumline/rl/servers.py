@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import ssl
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,15 +39,19 @@ FINISHED = ("stop", "length")
 HEALTH_SECONDS = 10.0
 # HTTP statuses of a server that works and refuses the request, as any other server would.
 REFUSALS = (400, 401, 403, 422)
+# The HTTP status of a path that a server does not know.
+HTTP_NOT_FOUND = 404
 
 
 class ServerError(DrumlineError):
     """A request to a server failed during the run.
 
     `is_refusal`: the server works and refuses the request. Otherwise another server may answer it.
+    `status`: the HTTP status of the answer; None if there was none, or if it was no error.
     """
 
     is_refusal = False
+    status: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,8 @@ class Server:
         under_way: The number of this rank's requests that the server is working on.
         is_lost: Whether it failed. It then gets no requests until it has the present weights again.
         gives_processed_log_probs: See `RemoteVLLM.check`; None: not measured yet.
+        tells_version: Whether the server told the version of the weights that it was handed last. Only
+            rank 0 knows.
     """
 
     def __init__(self, kind: ServerKind, url: str, timeout_seconds: float, where: str) -> None:
@@ -112,6 +119,7 @@ class Server:
         self.under_way = 0
         self.is_lost = False
         self.gives_processed_log_probs: bool | None = None
+        self.tells_version = False
         # Connections are not kept: the server may close them while a step trains.
         limits = httpx2.Limits(max_keepalive_connections=0)
         certificates = ssl.create_default_context()
@@ -140,7 +148,8 @@ class Server:
             fixes: HTTP status of an error → how to fix it.
             seconds: The most that the answer may take; None: `timeout_seconds`.
 
-        Raises what `fault` returns if there is no answer, or if it is an error or no JSON.
+        Raises ServerError if there is no answer in time, or if it is an error or no JSON. Before
+        `mark_found` that is EnvironmentFault.
         """
         content = self.request_text(path, body, fixes, seconds)
         if not content.strip():
@@ -159,7 +168,13 @@ class Server:
         fixes: dict[int, str] | None = None,
         seconds: float | None = None,
     ) -> str:
-        """Return the text that the server answers. Otherwise like `request`."""
+        """Return the text that the server answers.
+
+        The arguments are those of `request`.
+
+        Raises ServerError if there is no answer in time, or if it is an error. Before `mark_found` that is
+        EnvironmentFault.
+        """
         method = _method(body)
         address = f"{self.url}{path}"
         what = f"{method} {address}"
@@ -174,22 +189,39 @@ class Server:
                 f"{what} took longer than {timeout:g} s", "raise timeout_seconds"
             ) from None
         except httpx2.RequestError as error:
-            raise self.fault(
-                f"{what}: {first_line(error)}", f"{self.kind.how_to_start}, or fix the url"
-            ) from None
+            fix = self.kind.how_to_start
+            if not self.is_found:
+                fix += ", or fix the url"
+            raise self.fault(f"{what}: {first_line(error)}", fix) from None
         status = answer.status_code
         if not answer.is_success:
             fix = (fixes or {}).get(status)
             message = f"{what} was answered {status}: {_reason(answer)}"
-            raise self.fault(message, fix, is_refusal=status in REFUSALS)
+            raise self.fault(message, fix, is_refusal=status in REFUSALS, status=status)
         return answer.text
 
-    def fault(self, what: str, fix: str | None = None, is_refusal: bool = False) -> DrumlineError:
+    def request_if_known(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Return what `request` does; None if the server does not know the path (HTTP status 404)."""
+        try:
+            return self.request(path, body)
+        except ServerError as error:
+            if error.status != HTTP_NOT_FOUND:
+                raise
+            return None
+
+    def fault(
+        self,
+        what: str,
+        fix: str | None = None,
+        is_refusal: bool = False,
+        status: int | None = None,
+    ) -> DrumlineError:
         """Return the error for a failure: EnvironmentFault before `mark_found`, else ServerError."""
         if not self.is_found:
             return EnvironmentFault(what, where=self.where, fix=fix)
         error = ServerError(what, where=self.where, fix=fix)
         error.is_refusal = is_refusal
+        error.status = status
         return error
 
     def state(self) -> ServerState:
@@ -283,11 +315,22 @@ class ServerPool:
         """Replace what this rank knows of all servers by what rank 0 knows, in the order of the config."""
         with self._lock:
             for server, state in zip(self.servers, states, strict=True):
-                server.set_state(state)
-                if state.is_lost:
-                    self.lost.setdefault(server.url, "rank 0 has lost it")
-                else:
-                    self.lost.pop(server.url, None)
+                self._set_state(server, state)
+
+    def set_state_after_restart(self, server: Server, state: ServerState) -> None:
+        """Replace what this rank knows of a server that was restarted by what rank 0 knows."""
+        with self._lock:
+            # It may have other options than before.
+            server.mark_lost()
+            self._set_state(server, state)
+
+    def _set_state(self, server: Server, state: ServerState) -> None:
+        """Replace what this rank knows of a server, and of whether it is lost."""
+        server.set_state(state)
+        if state.is_lost:
+            self.lost.setdefault(server.url, "rank 0 has lost it")
+        else:
+            self.lost.pop(server.url, None)
 
 
 class ServedGenerator:
@@ -317,6 +360,11 @@ class ServedGenerator:
         self.seed = seed
         self.vocabulary = vocabulary
         self.end_tokens = sorted(end_ids(tokenizer))
+        # The first part of the versions of this run's weights. A server may have those of another run.
+        self.version_prefix = f"drumline-{uuid.uuid4().hex[:8]}"
+        # Hands the present weights over again to servers that were restarted, and returns their urls.
+        # Collective. None: the servers keep their own weights.
+        self.restore_weights: Callable[[], list[str]] | None = None
         # The server that gets all requests unless it is lost, for a probe of it (`probe_generators`).
         # None: each request goes to the server with the fewest.
         self.preferred_server: Server | None = None
@@ -435,8 +483,8 @@ class ServedGenerator:
     def identify(self, server: Server, seconds: float | None = None) -> None:
         """Check that a server is healthy, and set its `model` and `positions`.
 
-        Raises what `Server.fault` returns. `seconds`: the most that each answer may take; None:
-        `timeout_seconds`.
+        Raises ServerError if it does not answer, or names no model. Before `Server.mark_found` that is
+        EnvironmentFault. `seconds`: the most that each answer may take; None: `timeout_seconds`.
         """
         server.request_text("/health", seconds=seconds)
         served = server.request("/v1/models", seconds=seconds)
@@ -485,10 +533,17 @@ class ServedGenerator:
             )
         return completion
 
-    def load(self, server: Server, folder: Path, version: int) -> None:
-        """Have a server load the weights in a folder. Raises what `Server.fault` returns.
+    def load_weights(self, server: Server, folder: Path, version: str) -> None:
+        """Have a server load the weights in a folder, and note their version.
 
-        `version`: the number of hand-overs before this one.
+        Raises ServerError if it does not load them. `version`: a name that no other weights have.
+        """
+        raise NotImplementedError
+
+    def read_version(self, server: Server) -> str | None:
+        """Return the version of the weights that a server has; None if it cannot tell.
+
+        Raises ServerError if it does not answer.
         """
         raise NotImplementedError
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import uuid
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -91,23 +90,34 @@ class RemoteVLLM(ServedGenerator):
     )
     config: Config
 
-    def __init__(
-        self, config: Config, tokenizer: Any, seed: int, vocabulary: int | None = None
-    ) -> None:
-        """See ServedGenerator."""
-        super().__init__(config, tokenizer, seed, vocabulary)
-        # The first part of this run's names of adapters. A server may still have adapters of other runs.
-        self.adapter_prefix = f"drumline-{uuid.uuid4().hex[:8]}"
-
-    def load(self, server: Server, folder: Path, version: int) -> None:
+    def load_weights(self, server: Server, folder: Path, version: str) -> None:
         """Have a server load the weights in a folder: all weights, or an adapter.
 
-        Raises what `Server.fault` returns. `version`: the number of hand-overs before this one.
+        Raises ServerError if it does not load them. `version`: a name that no other weights have. It is
+        the adapter's name.
         """
         if self.config.weights == "adapter":
-            self._load_adapter(server, folder, f"{self.adapter_prefix}-{version}")
+            self._load_adapter(server, folder, version)
         else:
             self._load_whole(server, folder)
+            # Last, so that weights which were not loaded do not get the name. vLLM 0.32 has the path.
+            server.request_if_known("/update_weight_version", {"new_version": version})
+
+    def read_version(self, server: Server) -> str | None:
+        """Return the version of the weights that a server has; None if it cannot tell.
+
+        A server that was restarted calls its weights "default", and does not have the adapter.
+
+        Raises ServerError if it does not answer.
+        """
+        if self.config.weights == "adapter":
+            if server.model in self._served_models(server):
+                return server.model
+            return None
+        answer = server.request_if_known("/weight_info")
+        if not isinstance(answer, dict):
+            return None
+        return answer.get("weight_version")
 
     def _load_adapter(self, server: Server, folder: Path, name: str) -> None:
         """Have a server drop the previous adapter and load the new one.
@@ -120,7 +130,7 @@ class RemoteVLLM(ServedGenerator):
             f" --max-lora-rank of adapter.r or more; it must see {folder} under the same path"
         )
         fixes = {400: fix, 404: fix, 500: fix}
-        has_adapter = server.model.startswith(self.adapter_prefix)
+        has_adapter = server.model.startswith(self.version_prefix)
         if has_adapter and server.model in self._served_models(server):
             server.request_text("/v1/unload_lora_adapter", {"lora_name": server.model}, fixes)
         adapter = {"lora_name": name, "lora_path": str(folder)}

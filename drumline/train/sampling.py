@@ -38,13 +38,12 @@ from drumline.plan.plan import Plan
 from drumline.rl.build import RolloutFiles, build_generator, greedy_generator, lost_servers
 from drumline.rl.generate import (
     Completion,
-    DistributedSampling,
     Generator,
     Request,
     VisionPrompts,
-    generate_together,
 )
 from drumline.rl.hand_over import AdapterFiles
+from drumline.rl.restarts import CheckedSampling, restore_weights
 from drumline.rl.sampler_check import SamplerCheck
 from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Samples
@@ -71,7 +70,7 @@ class TextGeneration:
     vision: Vision | None = None
     _generator: Generator | None = None
     # The background generation that `sample_ahead` started last; None before the first.
-    _background_sampling: DistributedSampling | None = None
+    _background_sampling: CheckedSampling | None = None
     # Copies new weights into the generator; None if that uses the engine's own.
     _refresh: Callable[[Any], None] | None = None
 
@@ -83,25 +82,27 @@ class TextGeneration:
         current = self._current_generator()
         if greedily:
             current = greedy_generator(current)
-        return generate_together(current, requests, step)
+        return CheckedSampling(current, requests, step).finish()
 
     def sample_again(self, requests: list[Request], step: int, greedily: bool) -> list[Completion]:
         """Return a completion of each request by the weights of the last call.
 
-        They have not changed since, so nothing is handed over. Collective.
+        They have not changed since, so nothing is handed over, unless a server was restarted. Collective.
         """
         assert self._generator is not None, "the first turn was sampled by `__call__`"
         current = self._generator
+        # An environment may have taken long. A server that was restarted since does not know an adapter.
+        restore_weights(current)
         if greedily:
             current = greedy_generator(current)
-        return generate_together(current, requests, step)
+        return CheckedSampling(current, requests, step).finish()
 
-    def sample_ahead(self, requests: list[Request], step: int) -> DistributedSampling:
+    def sample_ahead(self, requests: list[Request], step: int) -> CheckedSampling:
         """Generate completions in a thread, with the current weights, while training goes on.
 
         Collective.
         """
-        self._background_sampling = DistributedSampling(
+        self._background_sampling = CheckedSampling(
             self._current_generator(), requests, step, in_background=True
         )
         return self._background_sampling
@@ -123,8 +124,9 @@ class TextGeneration:
         Raises TrainingStopped if they did not arrive.
         """
         if self._background_sampling is not None:
-            # A thread may still generate with the weights that are about to be replaced.
-            self._background_sampling.wait()
+            # A thread may still generate with the weights that are about to be replaced, and servers can
+            # only be checked for these weights as long as they have them.
+            self._background_sampling.finish()
         unsharded: Any = None
         if not self.ahead:
             unsharded = self.engine.unsharded_model()

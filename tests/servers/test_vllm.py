@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from drumline.config import rollouts as c
+from drumline.rl.build import RolloutFiles, build_generator
 from drumline.rl.generate import Completion, Request
+from drumline.rl.restarts import CheckedSampling
 from drumline.rl.sampler_check import NEW_TOKENS, PROMPTS, expected_rounding_gap
 from drumline.rl.vllm import RemoteVLLM
 from tests.harness import column, drumline, start_drumline, write_config
@@ -125,6 +127,26 @@ def test_a_server_samples_from_the_policy_after_it_got_all_weights(
     first_policy = read_model(server.model)
 
     assert mean_gap(first_policy, completions) > 2 * ROUNDING
+    assert server.weight_version().endswith("-1"), "of the second hand-over"
+
+
+def test_a_server_that_has_its_first_weights_again_gets_the_present_ones(
+    server: RealServer, tmp_path: Path
+) -> None:
+    learned = read_model(server.model)
+    with torch.no_grad():
+        for parameter in learned.parameters():
+            parameter.mul_(1.1)
+    config = c.VLLMGenerator(url=server.url, max_new_tokens=12)
+    files = RolloutFiles(run_dir=tmp_path)
+    made, refresh = build_generator(config, tiny_tokenizer(), 7, None, lambda: None, files=files)
+    assert refresh is not None
+    refresh(learned.named_parameters(remove_duplicate=False))
+    # As after a restart that nobody has seen.
+    server.restore()
+    completions = CheckedSampling(made, REQUESTS, 5).finish()
+
+    assert mean_gap(learned, completions) < ROUNDING
 
 
 LORA = {"kind": "lora", "r": 8, "alpha": 32}
@@ -235,4 +257,5 @@ def test_a_server_that_is_killed_in_a_rollout_is_one_line(
     assert len(errors) == 1, err
     assert second_failure in errors[0]
     assert "start it with `vllm serve MODEL`" in errors[0]
+    assert f"POST {server.url}/v1/completions" in errors[0], "why there was a second attempt"
     assert "Traceback" not in err

@@ -204,6 +204,11 @@ def test_the_run_hands_over_what_its_engine_has(server: StubServer, tmp_path: Pa
 
     assert {name.split(".")[-2] for name in names} == {"lora_A", "lora_B"}
 
+    # Between two turns of a conversation the only server is restarted, and does not know the adapter.
+    server.restart()
+
+    assert_same(generate.sample_again(REQUESTS, 3, False), sample_here(policy, 3))
+
 
 @pytest.mark.full
 @pytest.mark.slow

@@ -14,12 +14,14 @@ from drumline.config.load import load_text
 from drumline.data.batches import Episodes
 from drumline.errors import DrumlineError, EnvironmentFault, TrainingStopped
 from drumline.rl.build import lost_servers, probe_generators
+from drumline.rl.restarts import CheckedSampling, restore_weights
 from drumline.rl.sampler_check import SamplerCheck, probe_prompts
 from drumline.rl.servers import Server, ServerPool
 from drumline.rl.vllm import RemoteVLLM
 from drumline.system.redact import reveal
 from tests.distributed.ranks import free_port
-from tests.harness import column, drumline, write_config
+from tests.harness import column, drumline
+from tests.served_runs import write_served_run
 from tests.tiny import read_model, tiny_model_dir, tiny_tokenizer
 from tests.unit.report_runs import story
 from tests.unit.test_report_progress import START, told
@@ -196,10 +198,8 @@ def test_a_run_reads_no_tokens_of_another_model(tmp_path: Path) -> None:
     other = tiny_model_dir(tmp_path / "other", vocab_size=300)
 
     with StubServer(read_model(model)) as server:
-        sampler = {"kind": "vllm", "url": server.url, "max_new_tokens": 6, "weights": "none"}
-        reward = {"kind": "regex", "pattern": "[aeiou]", "full": False}
-        grpo = {"kind": "grpo", "group_size": 4, "generator": sampler, "rewards": [reward]}
-        finished = drumline("train", write_config(tmp_path, other, algorithm=grpo))
+        config = write_served_run(tmp_path, other, server.url, {"weights": "none"})
+        finished = drumline("train", config)
 
     (line,) = finished.error_lines
     assert "and the policy has" in line
@@ -245,7 +245,8 @@ def test_a_server_that_is_back_gets_the_weights_and_then_requests(
     roll_out(3)
 
     assert lost_servers(made) == {}
-    assert paths(first)[:3] == ["/collective_rpc", "/reset_prefix_cache", "/v1/completions"]
+    hand_over = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
+    assert paths(first)[:4] == [*hand_over, "/v1/completions"]
 
     # It was restarted without the option that lets it load weights: it stays out.
     second.is_dead = True
@@ -279,6 +280,102 @@ def test_servers_that_keep_their_weights_get_requests_as_soon_as_they_are_back(
 
     assert_same(made.generate(REQUESTS, 2), sample_here(read_model(model), 2))
     assert lost_servers(made) == {}
+
+
+def hand_over_to(
+    servers: list[StubServer], model: Path, folder: Path, **options: Any
+) -> tuple[Any, Any]:
+    """Return a generator whose servers have learned weights, and a model with these weights."""
+    learned = read_model(model)
+    change_weights(learned, 0)
+    made, refresh = make_generator(config_of(servers, **options), run_dir=folder)
+    refresh(learned.named_parameters(remove_duplicate=False))
+    return made, learned
+
+
+@pytest.mark.slow
+@pytest.mark.claim("a server that is restarted unseen samples from the policy again")
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("restarts", [{0}, {2}, {0, 7}], ids=["before", "during", "twice"])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_what_a_server_sampled_after_an_unseen_restart_is_sampled_again(
+    servers: list[StubServer],
+    model: Path,
+    tmp_path: Path,
+    number: int,
+    restarts: set[int],
+    in_background: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made, learned = hand_over_to(servers[:number], model, tmp_path)
+    first = servers[0]
+    first.restarts_after = restarts
+
+    sampling = CheckedSampling(made, REQUESTS, 3, in_background)
+
+    assert_same(sampling.finish(), sample_here(learned, 3))
+    assert sampling.finish() is sampling.finish()
+    assert lost_servers(made) == {}
+    assert f"{first.url} has other weights than it was handed" in caplog.text
+    assert first.loads > 1
+
+    # Nothing is handed over to one that has the weights.
+    loads = first.loads
+
+    assert restore_weights(made) == []
+    assert first.loads == loads
+
+
+def test_a_server_with_the_weights_of_another_run_gets_ours_again(
+    servers: list[StubServer], model: Path, tmp_path: Path
+) -> None:
+    made, _ = hand_over_to(servers, model, tmp_path / "one")
+    hand_over_to(servers[1:], model, tmp_path / "other")
+
+    assert restore_weights(made) == [servers[1].url]
+    assert restore_weights(made) == []
+
+
+def test_a_restarted_server_that_loads_no_weights_is_lost(
+    servers: list[StubServer], model: Path, tmp_path: Path
+) -> None:
+    made, learned = hand_over_to(servers, model, tmp_path)
+    servers[0].restart()
+    servers[0].break_with = {"/collective_rpc": 404}
+
+    assert_same(CheckedSampling(made, REQUESTS, 3).finish(), sample_here(learned, 3))
+    assert "answered 404" in lost_servers(made)[servers[0].url]
+
+    servers[1].restart()
+    servers[1].break_with = {"/collective_rpc": 404}
+
+    with pytest.raises(DrumlineError, match=rf"{servers[1].url}/collective_rpc was answered 404"):
+        CheckedSampling(made, REQUESTS, 3).finish()
+
+
+def test_a_server_that_loses_its_weights_again_and_again_is_one_line(
+    servers: list[StubServer], model: Path, tmp_path: Path
+) -> None:
+    made, _ = hand_over_to(servers[:1], model, tmp_path)
+    servers[0].restarts_after = range(100)
+
+    with pytest.raises(DrumlineError, match="3 times in a row — give this run servers of its own"):
+        CheckedSampling(made, REQUESTS[:1], 3).finish()
+
+
+def test_a_server_that_tells_no_version_is_named_once(
+    servers: list[StubServer], model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    servers[0].tells_version = False
+    made, _ = hand_over_to(servers, model, tmp_path)
+
+    assert caplog.text.count("does not tell which weights it has") == 1
+    assert servers[0].url in caplog.text
+
+    servers[0].restart()
+    servers[1].restart()
+
+    assert restore_weights(made) == [servers[1].url]
 
 
 def test_all_servers_must_be_there_at_the_start(
@@ -385,20 +482,9 @@ def test_a_run_goes_on_with_the_same_numbers_when_a_server_dies(tmp_path: Path) 
     model = tiny_model_dir(tmp_path / "model")
 
     def train(name: str, servers: list[StubServer]) -> Path:
-        urls = [server.url for server in servers]
-        sampler = {"kind": "vllm", "url": urls, "max_new_tokens": 6}
-        reward = {"kind": "regex", "pattern": "[aeiou]", "full": False}
-        grpo = {"kind": "grpo", "group_size": 4, "generator": sampler, "rewards": [reward]}
         folder = tmp_path / name
         folder.mkdir()
-        config = write_config(
-            folder,
-            model,
-            algorithm=grpo,
-            batch={"global_samples": 8, "micro_batch": 4},
-            run={"steps": 3},
-            data={"eval": []},
-        )
+        config = write_served_run(folder, model, [server.url for server in servers])
         finished = drumline("train", config)
         assert finished.code == 0, finished.out + finished.err
         return folder / "run"
@@ -414,3 +500,28 @@ def test_a_run_goes_on_with_the_same_numbers_when_a_server_dies(tmp_path: Path) 
     assert column(both, "loss") == pytest.approx(column(alone, "loss"), abs=1e-6)
     assert list(column(both, "lost_servers", "rollout")[-1]) == [other.url]
     assert column(alone, "lost_servers", "rollout") == [{}, {}, {}]
+
+
+@pytest.mark.slow
+@pytest.mark.claim(
+    "the last line of a run whose only server died names the server and its last words"
+)
+def test_a_run_whose_only_server_dies_says_so_in_its_last_line(tmp_path: Path) -> None:
+    model = tiny_model_dir(tmp_path / "model")
+
+    with StubServer(read_model(model)) as server:
+        # The probe has 8 prompts, and a rollout 8 episodes.
+        server.dies_after = 8 + 8 + 8 + 2
+        config = write_served_run(tmp_path, model, server.url, launch={"max_restarts": 1})
+        finished = drumline("train", config)
+
+    last = finished.err.splitlines()[-1]
+
+    assert finished.code == 2, finished.out + finished.err
+    assert last.startswith(f"error: algorithm.generator.url: GET {server.url}/health: ")
+    assert "start it with `vllm serve MODEL`" in last
+    assert (
+        f"before it, rank 0 failed after step 1: algorithm.generator.url: POST {server.url}" in last
+    )
+    assert last.endswith("go on with --resume")
+    assert "Traceback" not in last

@@ -1,0 +1,70 @@
+"""Sample again what came from servers that did not have the policy's weights.
+
+A server may be restarted between two hand-overs so quickly that no request fails. It then samples from the
+weights that it was started with.
+"""
+
+from __future__ import annotations
+
+from drumline.errors import DrumlineError
+from drumline.rl.generate import WHERE, Completion, DistributedSampling, Generator, Request
+from drumline.rl.servers import ServedGenerator
+
+# So often a batch of requests is sampled before its servers are given up.
+MOST_SAMPLINGS = 3
+
+
+def restore_weights(generator: Generator) -> list[str]:
+    """Hand the present weights over again to servers that do not have them, and return their urls.
+
+    Collective, see `WeightFolder.restore_weights`. There are none if no server is handed weights.
+    """
+    if not isinstance(generator, ServedGenerator) or generator.restore_weights is None:
+        return []
+    return generator.restore_weights()
+
+
+class CheckedSampling:
+    """Samples a list of requests on all ranks, like DistributedSampling, by the policy's weights.
+
+    Before its completions count, each server is asked for the version of its weights. If one of them does
+    not have the present ones, it gets them, and all requests are sampled again. Their random numbers
+    are the same, so the completions are those that there would have been without the restart.
+    """
+
+    def __init__(
+        self, generator: Generator, requests: list[Request], step: int, in_background: bool = False
+    ) -> None:
+        """Begin to sample. The arguments are those of `DistributedSampling`."""
+        self.generator = generator
+        self.requests = requests
+        self.step = step
+        self._first_sampling = DistributedSampling(generator, requests, step, in_background)
+        self._completions: list[Completion] | None = None
+
+    def finish(self) -> list[Completion]:
+        """Return all completions, in the order of the requests, on every rank. Collective.
+
+        Raises DataError or PlanError if a request cannot be completed, and DrumlineError if the last
+        server fails, one refuses a request, or one has other weights each time.
+        """
+        if self._completions is None:
+            self._completions = self._sample_until_checked()
+        return self._completions
+
+    def _sample_until_checked(self) -> list[Completion]:
+        """Return the completions of the first sampling whose servers all had the present weights."""
+        completions = self._first_sampling.result
+        outdated = restore_weights(self.generator)
+        samplings = 1
+        while outdated:
+            if samplings == MOST_SAMPLINGS:
+                raise DrumlineError(
+                    f"{outdated[0]} had other weights than it was handed, {samplings} times in a row",
+                    where=f"{WHERE}.url",
+                    fix="give this run servers of its own, each with an address of its own",
+                )
+            completions = DistributedSampling(self.generator, self.requests, self.step).result
+            samplings += 1
+            outdated = restore_weights(self.generator)
+        return completions
