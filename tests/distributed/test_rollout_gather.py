@@ -17,6 +17,7 @@ from drumline.rl.generate import Request, assign_requests
 from tests.distributed.ranks import run_module
 from tests.harness import read_json
 from tests.tiny import read_model, tiny_model_dir
+from tests.unit.test_vllm import HAND_OVER
 from tests.vllm_stub import StubServer
 
 
@@ -71,8 +72,7 @@ def test_two_ranks_hand_one_server_their_weights(tmp_path: Path) -> None:
     with StubServer(served) as server:
         run_module("tests.distributed.rollout_worker", [folder, tmp_path / "out", server.url], 2)
         loads = [path for path, _ in server.asked if path != "/v1/completions"]
-        hand_over = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
-        assert loads == hand_over * 2, "each time by rank 0 alone"
+        assert loads == HAND_OVER * 2, "each time by rank 0 alone"
     first, second = (read_json(tmp_path / f"out-{rank}.json") for rank in range(2))
     assert first["made"] == first["expected"], "by the new weights"
     assert second["made"] == first["made"]

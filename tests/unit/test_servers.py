@@ -27,6 +27,7 @@ from tests.unit.report_runs import story
 from tests.unit.test_report_progress import START, told
 from tests.unit.test_sampler_check import completion_log_probs
 from tests.unit.test_vllm import (
+    HAND_OVER,
     REQUESTS,
     assert_same,
     change_weights,
@@ -245,8 +246,7 @@ def test_a_server_that_is_back_gets_the_weights_and_then_requests(
     roll_out(3)
 
     assert lost_servers(made) == {}
-    hand_over = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
-    assert paths(first)[:4] == [*hand_over, "/v1/completions"]
+    assert paths(first)[:4] == [*HAND_OVER, "/v1/completions"]
 
     # It was restarted without the option that lets it load weights: it stays out.
     second.is_dead = True

@@ -34,6 +34,8 @@ from tests.tiny import read_model, tiny_tokenizer
 from tests.vllm_stub import StubServer
 
 TEXTS = ["The", "What is two plus three?", "one two three", "Every rank keeps in step", "Rome"]
+# What a hand-over of whole weights asks of a server.
+HAND_OVER = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
 REQUESTS = [Request(tiny_tokenizer().encode(text), (i, 0)) for i, text in enumerate(TEXTS)]
 
 
@@ -309,7 +311,7 @@ def test_new_weights_reach_the_server_through_a_folder(
 
     asked = [path for path, _ in server.asked if path != "/v1/completions"]
 
-    assert asked == ["/collective_rpc", "/reset_prefix_cache"] * 3
+    assert asked == HAND_OVER * 3
 
 
 def test_weights_that_cannot_be_handed_over_are_one_line(
