@@ -32,6 +32,8 @@ FIELDS = {
 }  # fmt: skip
 
 
+# What a hand-over of whole weights asks of a server.
+HAND_OVER = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
 NOT_FOUND = (404, {"detail": "Not Found"})
 # What vLLM and SGLang call the weights that they were started with.
 FIRST_VERSION = "default"

@@ -17,8 +17,7 @@ from drumline.rl.generate import Request, assign_requests
 from tests.distributed.ranks import run_module
 from tests.harness import read_json
 from tests.tiny import read_model, tiny_model_dir
-from tests.unit.test_vllm import HAND_OVER
-from tests.vllm_stub import StubServer
+from tests.vllm_stub import HAND_OVER, StubServer
 
 
 def requests(lengths: list[int]) -> list[Request]:

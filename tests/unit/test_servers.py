@@ -27,14 +27,13 @@ from tests.unit.report_runs import story
 from tests.unit.test_report_progress import START, told
 from tests.unit.test_sampler_check import completion_log_probs
 from tests.unit.test_vllm import (
-    HAND_OVER,
     REQUESTS,
     assert_same,
     change_weights,
     make_generator,
     sample_here,
 )
-from tests.vllm_stub import StubServer
+from tests.vllm_stub import HAND_OVER, StubServer
 
 
 @pytest.fixture

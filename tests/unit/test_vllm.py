@@ -31,11 +31,9 @@ from drumline.rl.vllm import RemoteVLLM
 from tests.distributed.ranks import free_port
 from tests.plans import small_config
 from tests.tiny import read_model, tiny_tokenizer
-from tests.vllm_stub import StubServer
+from tests.vllm_stub import HAND_OVER, StubServer
 
 TEXTS = ["The", "What is two plus three?", "one two three", "Every rank keeps in step", "Rome"]
-# What a hand-over of whole weights asks of a server.
-HAND_OVER = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
 REQUESTS = [Request(tiny_tokenizer().encode(text), (i, 0)) for i, text in enumerate(TEXTS)]
 
 
