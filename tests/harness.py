@@ -332,13 +332,13 @@ def weights_at(checkpoint: Path) -> dict[str, Any]:
     """Every tensor of a checkpoint, read back whole."""
     import torch
 
-    from drumline.checkpoint.load import check, load
+    from drumline.checkpoint.load import check, load_tensors
 
     tensors = {}
     for name, stored in check(checkpoint, verify=False).tensors.items():
         dtype = getattr(torch, stored.dtype)
         tensors[name] = torch.zeros(stored.shape, dtype=dtype)
-    load(checkpoint, tensors)
+    load_tensors(checkpoint, tensors)
     return tensors
 
 

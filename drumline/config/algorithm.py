@@ -617,7 +617,7 @@ class SamplingSpec(ChunkedSpec):
         """Most times that a rollout samples, until it has enough groups to learn from."""
         return 1
 
-    def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
+    def assign_credit(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
         """Return the episodes with advantages and with the weight of each token in the loss.
 
         They also get returns if a value model is trained. N is the number of episodes, and M the
@@ -629,6 +629,10 @@ class SamplingSpec(ChunkedSpec):
             cost_NM: fp32, the cost of the divergence from the reference at each token: the KL
                 estimate times the coefficient.
         """
+        return self.credited(episodes, rewards_N, cost_NM)
+
+    def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
+        """The name that `assign_credit` had until 0.6. Plug-ins may still define it in its place."""
         raise NotImplementedError
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:

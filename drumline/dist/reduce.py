@@ -52,7 +52,7 @@ def add_up(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def from_all(mine: T) -> list[T]:
+def gather_from_ranks(mine: T) -> list[T]:
     """Return the values `mine` of all ranks, in their order. Collective.
 
     The values are pickled. Without a process group there is only this rank's.
@@ -134,7 +134,7 @@ class SumReducer:
 
     def require_same_names(self, names: tuple[str, ...]) -> None:
         """Raise UserError on all ranks if the names of sums differ between them. Collective."""
-        for rank, theirs in enumerate(from_all(names)):
+        for rank, theirs in enumerate(gather_from_ranks(names)):
             if theirs != names:
                 own_list = ", ".join(names) or "nothing"
                 their_list = ", ".join(theirs) or "nothing"

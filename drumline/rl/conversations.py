@@ -17,7 +17,7 @@ from typing import Any
 
 from drumline.data.encode import OWN_COLUMNS, ROW_PROMPT
 from drumline.data.turns import as_messages
-from drumline.dist.reduce import from_all
+from drumline.dist.reduce import gather_from_ranks
 from drumline.dist.seeds import derive
 from drumline.errors import DataError
 from drumline.rl.environments import Environments, Reply
@@ -308,7 +308,7 @@ class Conversations:
 def _gather(own: dict[int, Reply]) -> dict[int, Reply]:
     """Return the replies of all ranks. Collective."""
     replies: dict[int, Reply] = {}
-    for replies_of_rank in from_all(own):
+    for replies_of_rank in gather_from_ranks(own):
         replies |= replies_of_rank
     return replies
 

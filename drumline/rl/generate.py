@@ -42,7 +42,7 @@ from drumline.config import rollouts as configs
 from drumline.data.batches import PromptImageMeta
 from drumline.data.targets import end_ids
 from drumline.dist.copies import AsyncHostCopy, copy_to_device
-from drumline.dist.reduce import from_all
+from drumline.dist.reduce import gather_from_ranks
 from drumline.dist.seeds import derive
 from drumline.errors import DataError, ModelError, PlanError
 from drumline.plan.attention import known_padding
@@ -599,7 +599,7 @@ class DistributedSampling:
         launcher ends them because this rank has ended, as for any error of one rank.
         """
         completions: dict[int, Completion] = {}
-        completions_of_ranks = from_all(self._own_completions.result())
+        completions_of_ranks = gather_from_ranks(self._own_completions.result())
         for indices, sampled in zip(self.assigned, completions_of_ranks, strict=True):
             completions |= zip(indices, sampled, strict=True)
         return [completions[index] for index in range(len(completions))]

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from drumline.dist.reduce import from_all
+from drumline.dist.reduce import gather_from_ranks
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.rl.generate import WHERE, Weights, rank_and_world_size
 from drumline.rl.servers import HEALTH_SECONDS, ServedGenerator, Server, ServerError
@@ -148,7 +148,7 @@ class WeightFolder:
     def _share_lost_servers(self) -> None:
         """Mark each server as lost that any rank has lost: it may have restarted. Collective."""
         servers = self.pool.servers
-        for lost_by_rank in from_all([server.is_lost for server in servers]):
+        for lost_by_rank in gather_from_ranks([server.is_lost for server in servers]):
             for server, is_lost in zip(servers, lost_by_rank, strict=True):
                 if is_lost:
                     server.mark_lost()
@@ -259,7 +259,7 @@ def _share_from_rank_0(value: T, failure: DrumlineError | None) -> T:
     `failure`: why rank 0 has failed; None if it has not, and on other ranks. Raises it on rank 0, and
     DrumlineError on the others.
     """
-    value_of_rank_0, has_failed = from_all((value, failure is not None))[0]
+    value_of_rank_0, has_failed = gather_from_ranks((value, failure is not None))[0]
     if failure is not None:
         raise failure
     if has_failed:

@@ -40,7 +40,7 @@ from drumline.data.batches import Episodes, EpisodeTurn
 from drumline.data.cache import TokenCache
 from drumline.data.encode import OWN_COLUMNS, ROW_PROMPT
 from drumline.data.order import GlobalBatch
-from drumline.dist.reduce import from_all
+from drumline.dist.reduce import gather_from_ranks
 from drumline.dist.seeds import derive
 from drumline.errors import TrainingStopped
 from drumline.plan.plan import Plan
@@ -207,7 +207,7 @@ class PendingRollout:
         }
 
     @classmethod
-    def load(cls, state: Mapping[str, Any]) -> PendingRollout:
+    def from_state(cls, state: Mapping[str, Any]) -> PendingRollout:
         """Return the rollout whose method `state` returned this."""
 
         def complete() -> list[Completion]:
@@ -274,7 +274,7 @@ class Rollouts:
         self._load_state(state)
         drawn = None
         if state.get("ahead"):
-            drawn = PendingRollout.load(state["ahead"])
+            drawn = PendingRollout.from_state(state["ahead"])
         while steps_done < self.plan.steps:
             self.seconds = {}
             first_position = position
@@ -302,7 +302,7 @@ class Rollouts:
         """Continue from the state in a checkpoint; a new run has an empty one."""
         if not state:
             return
-        self.curriculum.load(state["curriculum"])
+        self.curriculum.load_state(state["curriculum"])
         # Older checkpoints lack this key.
         self.has_rewards = state.get("has_rewards", True)
         # A fixed coefficient comes from the config.
@@ -707,7 +707,7 @@ class Rollouts:
             model_scores = read(episodes).tolist()
             own_model_scores[name] = model_scores[rank::ranks]
         own_scores = self.rewards.score(texts[rank::ranks], own_model_scores)
-        scores_of_ranks = from_all(own_scores)
+        scores_of_ranks = gather_from_ranks(own_scores)
         scores = []
         for index in range(len(texts)):
             scores_of_rank = scores_of_ranks[index % ranks]
@@ -767,7 +767,7 @@ class Rollouts:
         rewards = [sample.reward for sample in samples]
         rewards_N = torch.tensor(rewards, dtype=torch.float32)
         penalty_NM = kl_NM * self.kl.coefficient
-        episodes = self.algorithm.credited(episodes, rewards_N, penalty_NM)
+        episodes = self.algorithm.assign_credit(episodes, rewards_N, penalty_NM)
         # After `metrics`, so that the event reports the coefficient that this rollout was penalised by.
         if self.readers.reference is not None:
             self.kl.update(metrics["kl"], len(episodes))

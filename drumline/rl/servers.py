@@ -73,7 +73,7 @@ class ServerState(NamedTuple):
 
     is_lost: bool
     model: str
-    positions: int | None
+    max_sequence_length: int | None
 
 
 class Server:
@@ -87,7 +87,7 @@ class Server:
 
     Attributes:
         model: The name of the model that this rank's requests name.
-        positions: The most tokens of a sequence; None: not known.
+        max_sequence_length: The most tokens of a sequence; None: not known.
         under_way: The number of this rank's requests that the server is working on.
         is_lost: Whether it failed. It then gets no requests until it has the present weights again.
         gives_processed_log_probs: See `RemoteVLLM.check`; None: not measured yet.
@@ -115,7 +115,7 @@ class Server:
         self.where = where
         self.is_found = False
         self.model = ""
-        self.positions: int | None = None
+        self.max_sequence_length: int | None = None
         self.under_way = 0
         self.is_lost = False
         self.gives_processed_log_probs: bool | None = None
@@ -226,13 +226,13 @@ class Server:
 
     def state(self) -> ServerState:
         """Return what other ranks must know of the server."""
-        return ServerState(self.is_lost, self.model, self.positions)
+        return ServerState(self.is_lost, self.model, self.max_sequence_length)
 
     def set_state(self, state: ServerState) -> None:
         """Replace what this rank knows of the server by what rank 0 knows."""
         if state.is_lost:
             self.mark_lost()
-        self.is_lost, self.model, self.positions = state
+        self.is_lost, self.model, self.max_sequence_length = state
 
     def mark_lost(self) -> None:
         """Note that the server is lost. It may come back with other options, so those are forgotten."""
@@ -382,9 +382,13 @@ class ServedGenerator:
         self.pool = ServerPool(servers)
 
     @property
-    def positions(self) -> int | None:
+    def max_sequence_length(self) -> int | None:
         """The most tokens of a sequence that all servers take; None: not known."""
-        known = [server.positions for server in self.pool.servers if server.positions is not None]
+        known = [
+            server.max_sequence_length
+            for server in self.pool.servers
+            if server.max_sequence_length is not None
+        ]
         return min(known, default=None)
 
     def generate(self, requests: list[Request], step: int) -> list[Completion]:
@@ -393,7 +397,7 @@ class ServedGenerator:
         Raises DataError and PlanError as other generators do, and DrumlineError if the last server
         fails, or one refuses a request.
         """
-        require_room(requests, self.config.max_new_tokens, self.positions)
+        require_room(requests, self.config.max_new_tokens, self.max_sequence_length)
         if not requests:
             return []
         if self.config.weights == "none":
@@ -473,7 +477,7 @@ class ServedGenerator:
         self.pool.set_states(states)
 
     def _is_back(self, server: Server) -> bool:
-        """Return whether a lost server answers again. Its `model` and `positions` are then set again."""
+        """Return whether a lost server answers again. What `identify` sets of it is then set again."""
         try:
             self.identify(server, HEALTH_SECONDS)
         except ServerError:
@@ -481,7 +485,7 @@ class ServedGenerator:
         return True
 
     def identify(self, server: Server, seconds: float | None = None) -> None:
-        """Check that a server is healthy, and set its `model` and `positions`.
+        """Check that a server is healthy, and set its `model` and `max_sequence_length`.
 
         Raises ServerError if it does not answer, or names no model. Before `Server.mark_found` that is
         EnvironmentFault. `seconds`: the most that each answer may take; None: `timeout_seconds`.
@@ -491,7 +495,7 @@ class ServedGenerator:
         try:
             first_model = served["data"][0]
             server.model = str(first_model["id"])
-            server.positions = first_model.get("max_model_len")
+            server.max_sequence_length = first_model.get("max_model_len")
         except (TypeError, KeyError, IndexError):
             raise server.fault(
                 "/v1/models does not name a model", self.kind.what_to_check

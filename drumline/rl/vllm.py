@@ -270,7 +270,7 @@ class InProcessVLLM:
         # Log-probs of softmax(logits / temperature) are needed, see `RemoteVLLM.check`.
         log_probs = "raw_logprobs" if config.temperature == 1 else "processed_logprobs"
         self.llm = _engine(model_path, dtype, config.memory, config.batch, log_probs, seed, rows)
-        self.positions: int | None = self.llm.llm_engine.model_config.max_model_len
+        self.max_sequence_length: int | None = self.llm.llm_engine.model_config.max_model_len
 
     def generate(self, requests: list[Request], step: int) -> list[Completion]:
         """Return a completion for each request.
@@ -278,7 +278,7 @@ class InProcessVLLM:
         Raises DataError and PlanError as other generators do, and DrumlineError if vLLM gives up a
         request.
         """
-        require_room(requests, self.config.max_new_tokens, self.positions)
+        require_room(requests, self.config.max_new_tokens, self.max_sequence_length)
         if not requests:
             return []
         from vllm import SamplingParams

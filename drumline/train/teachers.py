@@ -30,7 +30,7 @@ from drumline.config.algorithm import TeachingSpec
 from drumline.data.cache import TokenCache, bounds
 from drumline.data.order import GlobalBatch
 from drumline.dist.copies import copy_to_device
-from drumline.dist.reduce import from_all, sum_over_ranks
+from drumline.dist.reduce import gather_from_ranks, sum_over_ranks
 from drumline.dist.start import RankInfo
 from drumline.engine.build import build_engine
 from drumline.engine.engine import Engine
@@ -237,7 +237,7 @@ class TeacherLoaders:
             path = Path(folder) / "teachers" / table_key(self.plan, folder)
             table = ChoiceTable.open(path, cache, self.teaching.top_k)
             # Each host has a cache of its own, unless they share it.
-            is_found = all(from_all(table is not None))
+            is_found = all(gather_from_ranks(table is not None))
             if not is_found:
                 if teacher is None:
                     teacher = build_teacher(self.plan, self.device)
@@ -266,7 +266,7 @@ class TeacherLoaders:
         else:
             self._write_table(self._answers(teacher, cache), cache, path)
         # All ranks read the files that the first of each host has written.
-        from_all(None)
+        gather_from_ranks(None)
 
     def _write_table(
         self, answers: Iterator[tuple[int, npt.NDArray[np.float32]]], cache: TokenCache, path: Path
@@ -314,7 +314,7 @@ class TeacherLoaders:
                 # Another rank may have the same samples.
                 for micro_batch, packed_MJ in zip(batch.micro_batches, packed, strict=True):
                     mine += _split_by_sample(micro_batch.samples, packed_MJ, cache)
-            for answers in from_all(mine):
+            for answers in gather_from_ranks(mine):
                 for sample, packed_of_sample in answers:
                     _require_finite(packed_of_sample)
                     yield sample, packed_of_sample

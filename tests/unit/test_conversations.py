@@ -377,9 +377,9 @@ def test_targets_are_the_sampled_tokens() -> None:
     batch = collate_episodes(episodes, [0, 1], 0, None)
     assert batch.targets_BT[0].tolist() == [IGNORE, 1, IGNORE, IGNORE, 4, IGNORE]
     trained_N = torch.ones(2, dtype=torch.bool)
-    by_sequence = episodes.weighted("sequence", 1, trained_N)
+    by_sequence = episodes.add_loss_weights("sequence", 1, trained_N)
     assert by_sequence.weights_NM[0].tolist() == [0.5, 0, 0, 0.5]
-    assert episodes.weighted("token", 1, trained_N).weight_N.tolist() == [2, 1]
+    assert episodes.add_loss_weights("token", 1, trained_N).weight_N.tolist() == [2, 1]
 
 
 def test_advantages_pass_over_the_environment_s_tokens() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from drumline.algorithms.gkd.objective import OnPolicyDistillation
 from drumline.algorithms.gkd.spec import GKDConfig
+from drumline.config.algorithm import SamplingSpec
 from drumline.config.data import DataConfig
 from drumline.config.load import load_text
 from drumline.data.batches import Episodes
@@ -63,7 +64,7 @@ def spec(**options: Any) -> GKDConfig:
 def episodes() -> Episodes:
     prompts = [np.array(tokens) for tokens in PROMPTS]
     completions = [np.array(tokens) for tokens in COMPLETIONS]
-    made: Episodes = spec().credited(
+    made: Episodes = spec().assign_credit(
         Episodes.start(prompts, completions, sampled=SAMPLED), torch.zeros(3), None
     )
     return made
@@ -230,7 +231,7 @@ def test_a_row_s_own_completion_is_learned_as_fine_tuning_learns_it() -> None:
     second = _row_sample(cache, 1)
     assert decode(samples[1].segments[0].tokens).count("<|im_start|>assistant\n") == 2
     made = _samples_to_episodes(cache, [first, second])
-    made = spec().credited(made, torch.zeros(2), None)
+    made = spec().assign_credit(made, torch.zeros(2), None)
     targets = [sample.segments[1].target_count for sample in samples]
     assert made.weight_N.tolist() == targets
     tokens = torch.tensor([*second.completion.tokens])
@@ -336,6 +337,16 @@ def test_a_rollout_of_rows_alone_has_an_event_and_a_line(tmp_path: Path) -> None
 
     assert "rollout for steps up to 3: completions of rows 4 · seconds generate 0.0" in line
     assert curve_values(written) == {}
+
+
+def test_a_plug_in_may_define_how_credit_is_assigned_by_the_former_name() -> None:
+    class Plugged(SamplingSpec):
+        def credited(self, *given: Any) -> Any:
+            return given
+
+    old = Plugged.model_construct()
+
+    assert old.assign_credit("episodes", "rewards", "cost") == ("episodes", "rewards", "cost")
 
 
 def rollout_of(tokens: list[int]) -> ScoredSamples:

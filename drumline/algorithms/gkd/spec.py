@@ -131,12 +131,12 @@ class GKDConfig(SamplingSpec, TeachingSpec):
         batch = placeholder_episodes(rows, length)
         return TaughtEpisodeBatch(**vars(batch), teacher=placeholder_teacher(batch, plan))
 
-    def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
+    def assign_credit(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
         """Return the episodes with the weight 1 for each token. Rewards and costs are not used."""
         import torch
 
         is_learned_N = torch.ones(len(episodes), dtype=torch.bool)
-        return episodes.weighted("token", self.new_tokens, is_learned_N)
+        return episodes.add_loss_weights("token", self.new_tokens, is_learned_N)
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
         """Return role → model: the teacher, and the models of rewards of kind model."""

@@ -179,7 +179,7 @@ class GRPOConfig(PromptSpec):
         """Whether each turn of an episode has an advantage of its own."""
         return self.credit == "turn"
 
-    def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
+    def assign_credit(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
         """Return the episodes with advantages and weights.
 
         `cost_NM` is not used, as the divergence is in the loss. Episodes with an unknown reward (NaN) get
@@ -195,4 +195,4 @@ class GRPOConfig(PromptSpec):
         if self.credits_turns:
             add_advantages = add_turn_advantages
         episodes = add_advantages(episodes, rewards_N, self.group_size, self.scale, self.estimator)
-        return episodes.weighted(self.normalize, self.new_tokens, is_trained_N)
+        return episodes.add_loss_weights(self.normalize, self.new_tokens, is_trained_N)
