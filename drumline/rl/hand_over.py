@@ -114,7 +114,7 @@ class WeightFolder:
             for number, server in enumerate(servers):
                 if not self._has_present_weights(server):
                     outdated.append(number)
-                    self._expect_other_options(server)
+                    self._note_restart(server)
             failure = self._load_at([servers[number] for number in outdated])
         states = [(number, servers[number].state()) for number in outdated]
         restarted = []
@@ -136,7 +136,7 @@ class WeightFolder:
             # It may have been restarted before it was lost. `_load` finds out what is wrong with it.
             return False
 
-    def _expect_other_options(self, server: Server) -> None:
+    def _note_restart(self, server: Server) -> None:
         """Note that a server was restarted, so that it is looked at anew."""
         logger.warning(
             "%s: %s has other weights than it was handed, as after a restart: it gets them again",

@@ -10,7 +10,7 @@ from drumline.errors import DrumlineError
 from drumline.rl.generate import WHERE, Completion, DistributedSampling, Generator, Request
 from drumline.rl.servers import ServedGenerator
 
-# So often a batch of requests is sampled before its servers are given up.
+# A batch of requests is sampled at most this many times, and then the run gives its servers up.
 MOST_SAMPLINGS = 3
 
 

@@ -39,8 +39,6 @@ FINISHED = ("stop", "length")
 HEALTH_SECONDS = 10.0
 # HTTP statuses of a server that works and refuses the request, as any other server would.
 REFUSALS = (400, 401, 403, 422)
-# The HTTP status of a path that a server does not know.
-HTTP_NOT_FOUND = 404
 
 
 class ServerError(DrumlineError):
@@ -200,12 +198,17 @@ class Server:
             raise self.fault(message, fix, is_refusal=status in REFUSALS, status=status)
         return answer.text
 
-    def request_if_known(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return what `request` does; None if the server does not know the path (HTTP status 404)."""
+    def request_if_offered(
+        self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
+    ) -> Any:
+        """Return what `request` does; None if the answer is an error, as of a server without that path.
+
+        The arguments are those of `request`. Raises ServerError if there is no answer in time.
+        """
         try:
-            return self.request(path, body)
+            return self.request(path, body, seconds=seconds)
         except ServerError as error:
-            if error.status != HTTP_NOT_FOUND:
+            if error.status is None:
                 raise
             return None
 
@@ -550,6 +553,13 @@ class ServedGenerator:
         Raises ServerError if it does not answer.
         """
         raise NotImplementedError
+
+
+def version_in(answer: Any) -> str | None:
+    """Return the version of weights that a server's answer names; None if it names none."""
+    if not isinstance(answer, dict) or answer.get("weight_version") is None:
+        return None
+    return str(answer["weight_version"])
 
 
 def require_addresses(config: Any) -> None:

@@ -14,7 +14,15 @@ from typing import Any
 
 from drumline.config.rollouts import SGLangGenerator as Config
 from drumline.rl.generate import Completion, Request, request_seed
-from drumline.rl.servers import FINISHED, MOST_ANSWER, ServedGenerator, Server, ServerKind
+from drumline.rl.servers import (
+    FINISHED,
+    HEALTH_SECONDS,
+    MOST_ANSWER,
+    ServedGenerator,
+    Server,
+    ServerKind,
+    version_in,
+)
 
 
 class RemoteSGLang(ServedGenerator):
@@ -53,10 +61,7 @@ class RemoteSGLang(ServedGenerator):
 
         Raises ServerError if it does not answer.
         """
-        answer = server.request_if_known("/get_model_info")
-        if not isinstance(answer, dict):
-            return None
-        return answer.get("weight_version")
+        return version_in(server.request_if_offered("/get_model_info", seconds=HEALTH_SECONDS))
 
     def complete(self, server: Server, request: Request, step: int) -> Completion:
         """See ServedGenerator."""

@@ -34,7 +34,14 @@ from drumline.rl.generate import (
     request_seed,
     require_room,
 )
-from drumline.rl.servers import FINISHED, ServedGenerator, Server, ServerKind
+from drumline.rl.servers import (
+    FINISHED,
+    HEALTH_SECONDS,
+    ServedGenerator,
+    Server,
+    ServerKind,
+    version_in,
+)
 
 # The prefix of each token id in the server's answers (`return_tokens_as_token_ids`).
 TOKEN_PREFIX = "token_id:"
@@ -101,7 +108,7 @@ class RemoteVLLM(ServedGenerator):
         else:
             self._load_whole(server, folder)
             # Last, so that weights which were not loaded do not get the name. vLLM 0.32 has the path.
-            server.request_if_known("/update_weight_version", {"new_version": version})
+            server.request_if_offered("/update_weight_version", {"new_version": version})
 
     def read_version(self, server: Server) -> str | None:
         """Return the version of the weights that a server has; None if it cannot tell.
@@ -114,10 +121,7 @@ class RemoteVLLM(ServedGenerator):
             if server.model in self._served_models(server):
                 return server.model
             return None
-        answer = server.request_if_known("/weight_info")
-        if not isinstance(answer, dict):
-            return None
-        return answer.get("weight_version")
+        return version_in(server.request_if_offered("/weight_info", seconds=HEALTH_SECONDS))
 
     def _load_adapter(self, server: Server, folder: Path, name: str) -> None:
         """Have a server drop the previous adapter and load the new one.

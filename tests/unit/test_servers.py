@@ -366,6 +366,7 @@ def test_a_server_that_tells_no_version_is_named_once(
     servers: list[StubServer], model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     servers[0].tells_version = False
+    servers[0].break_with = {"/update_weight_version": 422}
     made, _ = hand_over_to(servers, model, tmp_path)
 
     assert caplog.text.count("does not tell which weights it has") == 1
