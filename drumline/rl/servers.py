@@ -555,7 +555,7 @@ class ServedGenerator:
         raise NotImplementedError
 
 
-def version_in(answer: Any) -> str | None:
+def parse_version(answer: Any) -> str | None:
     """Return the version of weights that a server's answer names; None if it names none."""
     if not isinstance(answer, dict) or answer.get("weight_version") is None:
         return None

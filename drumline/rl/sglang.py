@@ -21,7 +21,7 @@ from drumline.rl.servers import (
     ServedGenerator,
     Server,
     ServerKind,
-    version_in,
+    parse_version,
 )
 
 
@@ -61,7 +61,7 @@ class RemoteSGLang(ServedGenerator):
 
         Raises ServerError if it does not answer.
         """
-        return version_in(server.request_if_offered("/get_model_info", seconds=HEALTH_SECONDS))
+        return parse_version(server.request_if_offered("/get_model_info", seconds=HEALTH_SECONDS))
 
     def complete(self, server: Server, request: Request, step: int) -> Completion:
         """See ServedGenerator."""

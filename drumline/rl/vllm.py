@@ -40,7 +40,7 @@ from drumline.rl.servers import (
     ServedGenerator,
     Server,
     ServerKind,
-    version_in,
+    parse_version,
 )
 
 # The prefix of each token id in the server's answers (`return_tokens_as_token_ids`).
@@ -121,7 +121,7 @@ class RemoteVLLM(ServedGenerator):
             if server.model in self._served_models(server):
                 return server.model
             return None
-        return version_in(server.request_if_offered("/weight_info", seconds=HEALTH_SECONDS))
+        return parse_version(server.request_if_offered("/weight_info", seconds=HEALTH_SECONDS))
 
     def _load_adapter(self, server: Server, folder: Path, name: str) -> None:
         """Have a server drop the previous adapter and load the new one.
