@@ -515,9 +515,10 @@ def test_a_run_whose_only_server_dies_says_so_in_its_last_line(tmp_path: Path) -
         config = write_served_run(tmp_path, model, server.url, launch={"max_restarts": 1})
         finished = drumline("train", config)
 
-    last = finished.err.splitlines()[-1]
-
     assert finished.code == 2, finished.out + finished.err
+
+    (last,) = finished.error_lines
+
     assert last.startswith(f"error: algorithm.generator.url: GET {server.url}/health: ")
     assert "start it with `vllm serve MODEL`" in last
     assert (
