@@ -140,6 +140,11 @@ class AlgorithmSpec(Spec):
         return TEXT_FORMS
 
     @property
+    def for_evaluation(self) -> AlgorithmSpec:
+        """The algorithm that reads the rows of `data.eval`, which may need fewer columns."""
+        return self
+
+    @property
     def head(self) -> Head:
         """The head of the trainable model."""
         return "lm"

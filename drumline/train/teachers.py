@@ -30,7 +30,7 @@ from drumline.config.algorithm import TeachingSpec
 from drumline.data.cache import TokenCache, bounds
 from drumline.data.order import GlobalBatch
 from drumline.dist.copies import copy_to_device
-from drumline.dist.reduce import from_all, sum_over_ranks
+from drumline.dist.reduce import from_all, rows_of_all, sum_over_ranks
 from drumline.dist.start import RankInfo
 from drumline.engine.build import build_engine
 from drumline.engine.engine import Engine
@@ -309,30 +309,46 @@ class TeacherLoaders:
                 what = "stopped before the first step, while the teacher was asked"
                 raise Preempted(what, where=self.plan.run_dir, fix="go on with --resume")
             packed = teacher.engine.infer(batch.micro_batches, teacher.packed_choices)
-            mine = []
-            if is_counted:
-                # Another rank may have the same samples.
-                for micro_batch, packed_MJ in zip(batch.micro_batches, packed, strict=True):
-                    mine += _split_by_sample(micro_batch.samples, packed_MJ, cache)
-            for answers in from_all(mine):
-                for sample, packed_of_sample in answers:
-                    _require_finite(packed_of_sample)
-                    yield sample, packed_of_sample
+            samples = _samples_with_numbers(batch.micro_batches)
+            rows_RJ = torch.cat(packed)
+            if not is_counted:
+                # Another rank has the same samples.
+                samples = []
+                rows_RJ = rows_RJ[:0]
+            yield from _answers_of_all(samples, rows_RJ, cache)
 
 
-def _split_by_sample(
-    samples: Sequence[int], packed_MJ: torch.Tensor, cache: TokenCache
-) -> list[tuple[int, npt.NDArray[np.float32]]]:
-    """Return (sample, the rows of its learned tokens) of a micro-batch, without fillers."""
-    packed = packed_MJ.cpu().numpy()
-    parts = []
-    start = 0
-    for sample in samples:
-        if sample >= 0:
+def _samples_with_numbers(micro_batches: Sequence[Any]) -> list[int]:
+    """Return the samples of micro-batches in their order, without fillers."""
+    samples: list[int] = []
+    for micro_batch in micro_batches:
+        samples += [sample for sample in micro_batch.samples if sample >= 0]
+    return samples
+
+
+def _answers_of_all(
+    own_samples: Sequence[int], rows_RJ: torch.Tensor, cache: TokenCache
+) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+    """Yield the packed choices of the samples of all ranks, on every rank. Collective.
+
+    Raises ModelError on all ranks for what is no number.
+
+    Args:
+        own_samples: The samples of this rank.
+        rows_RJ: Their packed choices at all learned tokens, end to end: fp32[R, J].
+        cache: The cache that has the samples.
+    """
+    numbers = torch.tensor(own_samples, dtype=torch.int64)
+    samples_of_ranks = rows_of_all(copy_to_device(str(rows_RJ.device), numbers))
+    rows_of_ranks = rows_of_all(rows_RJ)
+    for samples, gathered_RJ in zip(samples_of_ranks, rows_of_ranks, strict=True):
+        packed = gathered_RJ.cpu().numpy()
+        _require_finite(packed)
+        start = 0
+        for sample in samples.tolist():
             stop = start + int(cache.target_counts[sample])
-            parts.append((sample, packed[start:stop]))
+            yield sample, packed[start:stop]
             start = stop
-    return parts
 
 
 def _require_finite(packed_MJ: npt.NDArray[np.float32]) -> None:
