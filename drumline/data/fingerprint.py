@@ -88,7 +88,7 @@ def cache_key(
     is_for_training = split != "eval"
     algorithm = config.algorithm
     if not is_for_training:
-        algorithm = algorithm.for_evaluation
+        algorithm = algorithm.evaluation_spec
     # A new item here would rename every cache, and all would be made again. So the item of a new
     # setting must be left out while the setting is not used.
     parts: dict[str, Any] = {

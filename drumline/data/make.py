@@ -89,7 +89,7 @@ class CacheBuild:
     def algorithm(self) -> AlgorithmSpec:
         """The algorithm that reads the rows."""
         if self.split == "eval":
-            return self.config.algorithm.for_evaluation
+            return self.config.algorithm.evaluation_spec
         return self.config.algorithm
 
     @property

@@ -1,4 +1,5 @@
-"""A real vLLM 0.32 on the CPU: hand-overs of weights and of adapters, seeds, stop texts, a dead server."""
+"""A real vLLM 0.32 on the CPU: hand-overs of weights and of adapters, seeds, stop texts, a dead server,
+and the log-probs of a teacher."""
 
 from __future__ import annotations
 
@@ -9,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from drumline.algorithms.distill.spec import DistillConfig
 from drumline.config import rollouts as c
+from drumline.errors import EnvironmentFault
+from drumline.models.choices import top_choices
 from drumline.rl.generate import Completion, Request
 from drumline.rl.sampler_check import NEW_TOKENS, PROMPTS, expected_rounding_gap
+from drumline.rl.teacher_servers import TaughtText, TeacherServers
 from drumline.rl.vllm import RemoteVLLM
 from tests.harness import column, drumline, start_drumline, write_config
 from tests.loopback import until
@@ -236,3 +241,34 @@ def test_a_server_that_is_killed_in_a_rollout_is_one_line(
     assert second_failure in errors[0]
     assert "start it with `vllm serve MODEL`" in errors[0]
     assert "Traceback" not in err
+
+
+def test_a_server_gives_a_teacher_s_log_probs(server: RealServer) -> None:
+    """Those of the same model in transformers, and the server's limit is found before the run."""
+    top_k = 8
+    teacher = {"kind": "server", "url": server.url, "model": "base"}
+    teaching = DistillConfig.model_validate({"teacher": teacher, "top_k": top_k})
+    assert teaching.served_teacher is not None
+    model = read_model(server.model)
+    vocabulary = model.config.vocab_size
+    made = TeacherServers(teaching.served_teacher, teaching, tiny_tokenizer(), vocabulary)
+    texts = []
+    for request in REQUESTS:
+        if len(request.tokens) > 1:
+            texts.append(TaughtText(request.tokens, list(range(1, len(request.tokens)))))
+    packed = made.ask(texts)
+    rows = []
+    for text in texts:
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([text.tokens])).logits[0]
+        choices = top_choices(logits_TV[:-1], top_k, vocabulary)
+        rows.append(torch.cat((choices.ids_MK.float(), choices.log_probs_ML), 1))
+    wanted = torch.cat(rows).numpy()
+
+    assert packed[:, top_k:] == pytest.approx(wanted[:, top_k:], abs=ROUNDING)
+    # Two tokens that are nearly as likely may be the other way round.
+    assert (packed[:, :top_k] == wanted[:, :top_k]).mean() > 0.95
+
+    too_many = teaching.model_copy(update={"top_k": 32})
+    with pytest.raises(EnvironmentFault, match="--max-logprobs 32, or lower"):
+        TeacherServers(teaching.served_teacher, too_many, tiny_tokenizer(), vocabulary)

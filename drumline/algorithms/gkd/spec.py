@@ -94,7 +94,7 @@ class GKDConfig(SamplingSpec, TeachingSpec):
         return PROMPT_FORMS
 
     @property
-    def for_evaluation(self) -> GKDConfig:
+    def evaluation_spec(self) -> GKDConfig:
         """The algorithm without completions of rows: the model completes all held-out prompts."""
         return self.model_copy(update={"on_policy_share": 1.0})
 
