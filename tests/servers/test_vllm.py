@@ -243,32 +243,59 @@ def test_a_server_that_is_killed_in_a_rollout_is_one_line(
     assert "Traceback" not in err
 
 
-def test_a_server_gives_a_teacher_s_log_probs(server: RealServer) -> None:
-    """Those of the same model in transformers, and the server's limit is found before the run."""
-    top_k = 8
-    teacher = {"kind": "server", "url": server.url, "model": "base"}
-    teaching = DistillConfig.model_validate({"teacher": teacher, "top_k": top_k})
-    assert teaching.served_teacher is not None
-    model = read_model(server.model)
-    vocabulary = model.config.vocab_size
-    made = TeacherServers(teaching.served_teacher, teaching, tiny_tokenizer(), vocabulary)
-    texts = []
-    for request in REQUESTS:
-        if len(request.tokens) > 1:
-            texts.append(TaughtText(request.tokens, list(range(1, len(request.tokens)))))
-    packed = made.ask(texts)
+@torch.no_grad()
+def expected_choices(model: Any, texts: list[TaughtText], top_k: int) -> Any:
+    """Return what a model of transformers says of all places of texts, as packed choices."""
     rows = []
+
     for text in texts:
-        with torch.no_grad():
-            logits_TV = model(torch.tensor([text.tokens])).logits[0]
-        choices = top_choices(logits_TV[:-1], top_k, vocabulary)
-        rows.append(torch.cat((choices.ids_MK.float(), choices.log_probs_ML), 1))
-    wanted = torch.cat(rows).numpy()
+        logits_TV = model(torch.tensor([text.tokens])).logits[0]
+        choices = top_choices(logits_TV[:-1], top_k, model.config.vocab_size)
+        ids_MK = choices.ids_MK.float()
+        rows.append(torch.cat((ids_MK, choices.log_probs_ML), 1))
 
-    assert packed[:, top_k:] == pytest.approx(wanted[:, top_k:], abs=ROUNDING)
+    return torch.cat(rows).numpy()
+
+
+def test_a_server_gives_a_teacher_s_log_probs(server: RealServer) -> None:
+    """They are those of the model, and what a server does not give is found before the run."""
+    top_k = 8
+    teacher = {
+        "kind": "server",
+        "url": server.url,
+        "model": "base",
+    }
+    teaching = DistillConfig.model_validate({"teacher": teacher, "top_k": top_k})
+    served = teaching.served_teacher
+
+    assert served is not None
+
+    model = read_model(server.model)
+    tokenizer = tiny_tokenizer()
+    vocabulary = model.config.vocab_size
+    texts = []
+
+    for request in REQUESTS:
+        places = list(range(1, len(request.tokens)))
+        if places:
+            texts.append(TaughtText(request.tokens, places))
+
+    servers = TeacherServers(served, teaching, tokenizer, vocabulary)
+    packed = servers.ask(texts)
+    wanted = expected_choices(model, texts, top_k)
+
+    log_probs = packed[:, top_k:]
+    wanted_log_probs = wanted[:, top_k:]
+
+    assert log_probs == pytest.approx(wanted_log_probs, abs=ROUNDING)
+
     # Two tokens that are nearly as likely may be the other way round.
-    assert (packed[:, :top_k] == wanted[:, :top_k]).mean() > 0.95
+    is_same = packed[:, :top_k] == wanted[:, :top_k]
 
+    assert is_same.mean() > 0.95
+
+    # More than vLLM's default of --max-logprobs.
     too_many = teaching.model_copy(update={"top_k": 32})
+
     with pytest.raises(EnvironmentFault, match="--max-logprobs 32, or lower"):
-        TeacherServers(teaching.served_teacher, too_many, tiny_tokenizer(), vocabulary)
+        TeacherServers(served, too_many, tokenizer, vocabulary)
