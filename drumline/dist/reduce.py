@@ -80,8 +80,11 @@ def rows_of_all(rows: torch.Tensor) -> list[torch.Tensor]:
     lengths = [torch.empty_like(own_length) for _ in range(world_size)]
     dist.all_gather(lengths, own_length)
     numbers_of_rows = torch.cat(lengths).tolist()
+    longest = max(numbers_of_rows)
+    if longest == 0:
+        return [rows] * world_size
     # All ranks must send equally many.
-    padded = rows.new_zeros((max(numbers_of_rows), *rows.shape[1:]))
+    padded = rows.new_zeros((longest, *rows.shape[1:]))
     padded[: len(rows)] = rows
     gathered = [torch.empty_like(padded) for _ in range(world_size)]
     dist.all_gather(gathered, padded)
