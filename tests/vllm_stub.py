@@ -28,12 +28,14 @@ FIELDS = {
     "model": str, "prompt": list, "n": int, "max_tokens": int, "seed": int, "temperature": float, "top_p": float, "top_k": int,
     "min_p": float, "repetition_penalty": float, "presence_penalty": float, "frequency_penalty": float, "stop": list,
     "stop_token_ids": list, "include_stop_str_in_output": bool, "logprobs": int, "return_tokens_as_token_ids": bool,
-    "allowed_token_ids": list,
+    "allowed_token_ids": list, "prompt_logprobs": int,
 }  # fmt: skip
 
 
 # What a hand-over of whole weights asks of a server.
 HAND_OVER = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
+# The most tokens of a sequence.
+POSITIONS = 512
 NOT_FOUND = (404, {"detail": "Not Found"})
 # What vLLM and SGLang call the weights that they were started with.
 FIRST_VERSION = "default"
@@ -61,6 +63,9 @@ class StubServer(ThreadingHTTPServer):
         self.tells_version, self.weight_version = True, FIRST_VERSION
         # Whether it runs with VLLM_ALLOW_RUNTIME_LORA_UPDATING and --enable-lora, and its --max-lora-rank.
         self.takes_adapters, self.max_rank = True, 16
+        # --max-logprobs, here with vLLM's default, and the text → tokens of its tokenizer.
+        self.most_log_probs = 20
+        self.tokenize = lambda text: tiny_tokenizer().encode(text, add_special_tokens=False)
         # Name of an adapter → name of a weight → what it adds to that.
         self.adapters: dict[str, dict[str, torch.Tensor]] = {}
         self.first_state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -105,7 +110,7 @@ class StubServer(ThreadingHTTPServer):
         if path == "/health":
             return 200, None
         if path == "/v1/models":
-            models: list[Any] = [{"id": "tiny", "max_model_len": 512}]
+            models: list[Any] = [{"id": "tiny", "max_model_len": POSITIONS}]
             models += [{"id": name, "parent": "tiny"} for name in self.adapters]
             return 200, {"object": "list", "data": models}
         if path == "/weight_info" and self.tells_version:
@@ -116,6 +121,11 @@ class StubServer(ThreadingHTTPServer):
         """Return the status and the answer to a POST."""
         if path == self.completions:
             return self.answer_completion(body)
+        if path == "/tokenize":
+            assert body["add_special_tokens"] is False, body
+            tokens = self.tokenize(body["prompt"])
+            answer = {"count": len(tokens), "max_model_len": POSITIONS, "tokens": tokens}
+            return 200, {**answer, "token_strs": None}
         if path == "/collective_rpc":
             assert body["method"] == "reload_weights", body
             self.load(body["kwargs"]["weights_path"])
@@ -140,6 +150,14 @@ class StubServer(ThreadingHTTPServer):
     def answer_completion(self, body: dict[str, Any]) -> tuple[int, Any]:
         if body["model"] not in ("tiny", *self.adapters):
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+        asked = body.get("prompt_logprobs")
+        if asked is not None and asked > self.most_log_probs:
+            message = (
+                f"Requested prompt logprobs of {asked}, which is greater than max allowed:"
+                f" {self.most_log_probs} (parameter=prompt_logprobs, value={asked})"
+            )
+            error = {"message": message, "type": "BadRequestError", "param": "prompt_logprobs"}
+            return 400, {"error": {**error, "code": 400}}
         return 200, self.counted(body)
 
     def bodies(self, path: str) -> list[Any]:
@@ -151,6 +169,8 @@ class StubServer(ThreadingHTTPServer):
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
         try:
+            if "prompt_logprobs" in body:
+                return self.score(body)
             return self.complete(body)
         finally:
             with self.lock:
@@ -205,6 +225,42 @@ class StubServer(ThreadingHTTPServer):
                 }
             ]
         }
+
+    @torch.no_grad()
+    def score(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer as vllm/entrypoints/openai/completion/serving.py does, with one greedy token.
+
+        Of each place but the first there is first the prompt's own token, with its rank, and then the
+        likeliest ones in their order. A token that is both has one entry, at the first place.
+        """
+        for key, value in body.items():
+            assert isinstance(value, FIELDS[key]), (key, value)
+        tokens = body["prompt"]
+        assert len(tokens) + body["max_tokens"] <= POSITIONS, "maximum context length"
+        with self.lock:
+            logits_TV = self.model(torch.tensor([tokens])).logits[0].float()
+        log_probs_TV = logits_TV.log_softmax(-1)
+        places: list[Any] = [None]
+        for place in range(1, len(tokens)):
+            log_probs_V = log_probs_TV[place - 1]
+            own = log_probs_V[tokens[place]]
+            values, ids = log_probs_V.topk(body["prompt_logprobs"])
+            ranked = [(tokens[place], float(own), int((log_probs_V >= own).sum()))]
+            for rank, (token, value) in enumerate(zip(ids.tolist(), values.tolist(), strict=True)):
+                ranked.append((token, value, rank + 1))
+            entries = {}
+            for token, value, rank in ranked:
+                entries[str(token)] = {"logprob": value, "rank": rank, "decoded_token": ""}
+            places.append(entries)
+        choice = {
+            "index": 0,
+            "text": "",
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+            "prompt_logprobs": places,
+        }
+        return {"object": "text_completion", "model": body["model"], "choices": [choice]}
 
     def run(self, name: str, tokens: list[int]) -> torch.Tensor:
         """The last logits of the model, with an adapter if it is asked for by the name of one."""

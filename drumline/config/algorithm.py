@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 from pydantic import Field, model_validator
 
 from drumline.config.data import PROMPT_FORMS, TEXT_FORMS, DataConfig, Forms
-from drumline.config.model import Head, Model, ModelConfig
+from drumline.config.model import Head, ModelConfig
 from drumline.config.optimizer import OptimizerConfig
 from drumline.config.registry import Registered, Spec
 from drumline.config.rollouts import (
@@ -40,6 +40,7 @@ from drumline.config.rollouts import (
     TaskReward,
 )
 from drumline.config.section import Above0, Amount, RefusesNull, Weight
+from drumline.config.teachers import BaseTeacher, ServedTeacher, Teacher
 
 ReferenceKind = Literal["none", "precomputed", "live", "adapter"]
 # How a distilled model's distributions are compared with its teacher's.
@@ -138,6 +139,11 @@ class AlgorithmSpec(Spec):
     def forms(self) -> Forms:
         """The forms that a row may have, each a tuple of columns; `data.sources` reads them."""
         return TEXT_FORMS
+
+    @property
+    def evaluation_spec(self) -> AlgorithmSpec:
+        """The algorithm that reads the rows of `data.eval`, which may need fewer columns."""
+        return self
 
     @property
     def head(self) -> Head:
@@ -377,8 +383,9 @@ class TeachingSpec(ChunkedSpec):
     """
 
     reference_role: ClassVar[str] = "teacher"
-    teacher: Model = Field(
-        description="The model to learn from, with the tokenizer of the trained one."
+    teacher: Teacher = Field(
+        description="The model to learn from, with the tokenizer of the trained one: an id, a section as that of `model`, or a section of"
+        " kind server. base: the trained model with its adapter switched off (self-distillation).",
     )
     divergence: DivergenceKind = Field(
         "forward_kl",
@@ -410,9 +417,34 @@ class TeachingSpec(ChunkedSpec):
             raise ValueError("beta requires divergence: jsd")
         return self
 
+    @model_validator(mode="after")
+    def _refuse_what_servers_lack(self) -> TeachingSpec:
+        """Refuse what a server does not give: the whole vocabulary, and another temperature."""
+        if self.served_teacher is None:
+            return self
+        if self.top_k == 0:
+            raise ValueError(
+                "top_k: 0 is the whole vocabulary, and a server gives the likeliest tokens: set top_k, such as 20"
+            )
+        if self.temperature != 1:
+            raise ValueError("a server gives log-probs at temperature 1: leave temperature out")
+        return self
+
+    @property
+    def served_teacher(self) -> ServedTeacher | None:
+        """The teacher if it is on servers; None otherwise."""
+        if isinstance(self.teacher, ServedTeacher):
+            return self.teacher
+        return None
+
+    @property
+    def is_own_teacher(self) -> bool:
+        """Whether the teacher is the trained model with its adapter switched off."""
+        return isinstance(self.teacher, BaseTeacher)
+
     @property
     def asks_teacher_live(self) -> bool:
-        """Whether the teacher runs in every step. If not, it ran once before the first step."""
+        """Whether the teacher is asked during the run. If not, it is asked before the first step."""
         return True
 
     @property
@@ -420,11 +452,18 @@ class TeachingSpec(ChunkedSpec):
         return self
 
     def reference_of(self, config: Trained) -> ReferenceKind:
-        if self.asks_teacher_live:
-            return "live"
-        return "precomputed"
+        if not self.asks_teacher_live:
+            return "precomputed"
+        if self.served_teacher is not None:
+            # No model here computes anything for it.
+            return "none"
+        if self.is_own_teacher:
+            return "adapter"
+        return "live"
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
+        if not isinstance(self.teacher, ModelConfig):
+            return {}
         return {"teacher": AuxiliaryModel(self.teacher, "algorithm.teacher")}
 
 

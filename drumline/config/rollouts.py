@@ -203,6 +203,24 @@ _SERVERS = (
 )
 
 
+def list_urls(url: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the addresses of a key `url` as a tuple; empty without any."""
+    if url is None:
+        return ()
+    if isinstance(url, str):
+        return (url,)
+    return url
+
+
+def check_urls(urls: tuple[str, ...]) -> None:
+    """Raise ValueError for addresses of servers that are no URLs or given twice."""
+    for url in urls:
+        if not url.startswith(("http://", "https://", "${env:")):
+            raise ValueError("url begins with http:// or https://")
+    if len(set(urls)) < len(urls):
+        raise ValueError("a server stands twice in url")
+
+
 class ServerGenerator(_Generator):
     """The base of generators that sample on servers, which get new weights before each rollout."""
 
@@ -229,20 +247,12 @@ class ServerGenerator(_Generator):
     @property
     def urls(self) -> tuple[str, ...]:
         """The addresses of the servers; empty without any."""
-        if self.url is None:
-            return ()
-        if isinstance(self.url, str):
-            return (self.url,)
-        return self.url
+        return list_urls(self.url)
 
     @model_validator(mode="after")
     def _check_servers(self) -> ServerGenerator:
         """Refuse addresses that are no URLs or given twice, and a folder that is not used."""
-        for url in self.urls:
-            if not url.startswith(("http://", "https://", "${env:")):
-                raise ValueError("url begins with http:// or https://")
-        if len(set(self.urls)) < len(self.urls):
-            raise ValueError("a server stands twice in url")
+        check_urls(self.urls)
         if self.weights == "none" and self.folder is not None:
             raise ValueError("folder is where weights are written: take it out, or set weights")
         return self

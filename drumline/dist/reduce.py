@@ -64,6 +64,33 @@ def gather_from_ranks(mine: T) -> list[T]:
     return values
 
 
+def rows_of_all(rows: torch.Tensor) -> list[torch.Tensor]:
+    """Return the rows of all ranks, in the order of ranks. Collective.
+
+    Without a process group there is only this rank's.
+
+    Args:
+        rows: [R, …], of the process group's device. R may differ between ranks; dtype and the other
+            sizes may not.
+    """
+    if not dist.is_initialized():
+        return [rows]
+    world_size = dist.get_world_size()
+    own_length = torch.tensor([len(rows)], device=rows.device)
+    lengths = [torch.empty_like(own_length) for _ in range(world_size)]
+    dist.all_gather(lengths, own_length)
+    numbers_of_rows = torch.cat(lengths).tolist()
+    longest = max(numbers_of_rows)
+    if longest == 0:
+        return [rows] * world_size
+    # All ranks must send equally many.
+    padded = rows.new_zeros((longest, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(gathered, padded)
+    return [part[:number] for part, number in zip(gathered, numbers_of_rows, strict=True)]
+
+
 class SumReducer:
     """Sums named numbers over all ranks. It sends them as one vector, so a step needs one all-reduce.
 

@@ -279,9 +279,13 @@ class TeacherComparison:
     # Returns micro-batches with what the teacher says of their tokens. Collective.
     add_teacher: Callable[[list[EpisodeBatch]], list[Any]]
     reducer: SumReducer
+    # Asks the teacher about all episodes first, if it is on servers; else None. Collective.
+    ask_about: Callable[[Episodes], None] | None = None
 
     def sums(self, episodes: Episodes) -> dict[str, float]:
         """Return the sums of the held-out objective over all episodes and ranks. Collective."""
+        if self.ask_about is not None:
+            self.ask_about(episodes)
         own_sums: dict[str, float] = {}
         for micro_batches in self.reader.rounds(episodes):
             taught = self.add_teacher(micro_batches)

@@ -248,6 +248,8 @@ class Rollouts:
     conversations: Conversations | None = None
     # Compares the model with its teacher at held-out completions; None if there is no teacher.
     comparison: TeacherComparison | None = None
+    # Asks a teacher on servers about all episodes of a rollout; None without one. Collective.
+    ask_teacher: Callable[[Episodes], None] | None = None
 
     def __post_init__(self) -> None:
         # Activity (generate, reward, infer or train) → seconds that the rollout spent on it so far.
@@ -291,6 +293,8 @@ class Rollouts:
                     drawn = self._draw(prompts, last_step, position)
             with self._add_seconds("infer"):
                 episodes, metrics = self._make_episodes(sampled)
+                if self.ask_teacher is not None:
+                    self.ask_teacher(episodes)
             self._report_pending = partial(
                 self._report_trained, time.time(), last_step, sampled, prompts_drawn, metrics
             )

@@ -1,4 +1,4 @@
-"""Connections to servers that sample: which server gets the next request, and what follows if one is lost.
+"""Connections to servers that sample or teach: which one gets the next request, and what follows if one is lost.
 
 The modules `vllm` and `sglang` know the paths and the JSON of their servers.
 """
@@ -16,11 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import httpx2
 
 from drumline.config.rollouts import ServerGenerator as Config
+from drumline.config.teachers import ServedTeacher
 from drumline.data.targets import end_ids
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.foreign import first_line
@@ -29,6 +30,9 @@ from drumline.system.heartbeat import alive
 from drumline.system.redact import reveal
 
 logger = logging.getLogger(__name__)
+# A question to a server, and its answer.
+Q = TypeVar("Q")
+A = TypeVar("A")
 
 # The most characters of a server's error message, and of its answer, that an error shows.
 MOST_MESSAGE = 300
@@ -310,7 +314,8 @@ class ServerPool:
                 return False
             if not server.is_lost:
                 server.mark_lost()
-                logger.warning("%s: a server is lost, the others go on: %s", WHERE, error.what)
+                key = server.where.removesuffix(".url")
+                logger.warning("%s: a server is lost, the others go on: %s", key, error.what)
             self.lost[server.url] = error.what
         return True
 
@@ -336,14 +341,131 @@ class ServerPool:
             self.lost.pop(server.url, None)
 
 
-class ServedGenerator:
-    """The base of generators that sample on servers, `config.batch` requests at a time on each.
+class ServerClient:
+    """The base of clients that send requests to all servers of a list, several at a time.
 
-    If a server fails, it is named and taken out, and its requests are sent to the others. Random
-    numbers are seeded for each request, so the completions stay the same.
+    If a server fails, it is named and taken out, and its requests are sent to the others.
     """
 
     kind: ClassVar[ServerKind]
+
+    def __init__(self, urls: Sequence[str], timeout_seconds: float, section: str) -> None:
+        """Connect to all servers.
+
+        Args:
+            urls: Their addresses, as the config has them.
+            timeout_seconds: The most time for one request.
+            section: The section of the config that has the key `url`.
+
+        Raises EnvironmentFault if one of the addresses has no healthy server of this kind, or if two of
+        them are the same address.
+        """
+        # The server that gets all requests unless it is lost, for a probe of it (`probe_generators`).
+        # None: each request goes to the server with the fewest.
+        self.preferred_server: Server | None = None
+        where = f"{section}.url"
+        servers: list[Server] = []
+        for url in urls:
+            server = Server(self.kind, reveal(url, where), timeout_seconds, where)
+            # The config compares what is written there, which may name a variable.
+            if any(server.url == earlier.url for earlier in servers):
+                fix = "name each server once"
+                raise EnvironmentFault(f"{server.url} stands twice there", where=where, fix=fix)
+            self.identify(server)
+            server.mark_found()
+            servers.append(server)
+        self.pool = ServerPool(servers)
+
+    def answer_all(
+        self, questions: Sequence[Q], answer: Callable[[Server, Q], A], at_once: int
+    ) -> list[A]:
+        """Return the answer to each question. The first failure cancels those not yet sent.
+
+        Raises DrumlineError if the last server fails, or one refuses a request.
+
+        Args:
+            questions: The questions.
+            answer: Sends a question to a server, and returns the answer.
+            at_once: Requests that are under way at the same time, for each server.
+        """
+        if not questions:
+            return []
+        with ThreadPoolExecutor(at_once * self._asked_servers()) as threads:
+            answers = [threads.submit(self._answer, each, answer) for each in questions]
+            try:
+                return [each.result() for each in answers]
+            except DrumlineError:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _asked_servers(self) -> int:
+        """Return how many servers get requests: those that are not lost, or the one that is wanted."""
+        if self.preferred_server is not None:
+            return 1
+        return sum(not server.is_lost for server in self.pool.servers)
+
+    def _answer(self, question: Q, answer: Callable[[Server, Q], A]) -> A:
+        """Return the answer to a question. If its server fails, another one gets the question."""
+        while True:
+            server = self.pool.take(self.preferred_server)
+            try:
+                return answer(server, question)
+            except ServerError as error:
+                if error.is_refusal or not self.pool.lose(server, error):
+                    raise
+            finally:
+                self.pool.release(server)
+
+    def readmit_servers(self) -> None:
+        """Give requests again to lost servers that are back. Used if they keep their own weights."""
+        states = []
+        for server in self.pool.servers:
+            state = server.state()
+            if server.is_lost and self._is_back(server):
+                state = server.state()._replace(is_lost=False)
+            states.append(state)
+        self.pool.set_states(states)
+
+    def _is_back(self, server: Server) -> bool:
+        """Return whether a lost server answers again. What `identify` sets of it is then set again."""
+        try:
+            self.identify(server, HEALTH_SECONDS)
+        except ServerError:
+            return False
+        return True
+
+    def identify(self, server: Server, seconds: float | None = None) -> None:
+        """Check that a server is healthy, and set its `model` and `max_sequence_length`.
+
+        Raises ServerError if it does not answer, or names no model. Before `Server.mark_found` that is
+        EnvironmentFault. `seconds`: the most that each answer may take; None: `timeout_seconds`.
+        """
+        server.request_text("/health", seconds=seconds)
+        served = server.request("/v1/models", seconds=seconds)
+        try:
+            lengths = {}
+            for model in served["data"]:
+                lengths[str(model["id"])] = model.get("max_model_len")
+            server.model = self.choose_model(server, list(lengths))
+            server.max_sequence_length = lengths[server.model]
+        except (TypeError, KeyError, IndexError):
+            raise server.fault(
+                "/v1/models does not name a model", self.kind.what_to_check
+            ) from None
+
+    def choose_model(self, server: Server, names: list[str]) -> str:
+        """Return which of a server's models is asked: the first one.
+
+        Raises IndexError if it has none.
+        """
+        return names[0]
+
+
+class ServedGenerator(ServerClient):
+    """The base of generators that sample on servers, `config.batch` requests at a time on each.
+
+    Random numbers are seeded for each request, so the completions stay the same if a server is lost.
+    """
 
     def __init__(
         self, config: Config, tokenizer: Any, seed: int, vocabulary: int | None = None
@@ -356,33 +478,18 @@ class ServedGenerator:
             seed: The seed of the run.
             vocabulary: Rows of the policy's embedding; None: token ids of servers are not checked.
 
-        Raises EnvironmentFault if one of `config.urls` has no healthy server of this kind, or if two of
-        them are the same address.
+        Raises EnvironmentFault as ServerClient does.
         """
         self.config = config
         self.seed = seed
         self.vocabulary = vocabulary
         self.end_tokens = sorted(end_ids(tokenizer))
+        super().__init__(config.urls, config.timeout_seconds, WHERE)
         # The first part of the versions of this run's weights. A server may have those of another run.
         self.version_prefix = f"drumline-{uuid.uuid4().hex[:8]}"
         # Hands the present weights over again to servers that were restarted, and returns their urls.
         # Collective. None: the servers keep their own weights.
         self.restore_weights: Callable[[], list[str]] | None = None
-        # The server that gets all requests unless it is lost, for a probe of it (`probe_generators`).
-        # None: each request goes to the server with the fewest.
-        self.preferred_server: Server | None = None
-        where = f"{WHERE}.url"
-        servers: list[Server] = []
-        for url in config.urls:
-            server = Server(self.kind, reveal(url, where), config.timeout_seconds, where)
-            # The config compares what is written there, which may name a variable.
-            if any(server.url == earlier.url for earlier in servers):
-                fix = "name each server once"
-                raise EnvironmentFault(f"{server.url} stands twice there", where=where, fix=fix)
-            self.identify(server)
-            server.mark_found()
-            servers.append(server)
-        self.pool = ServerPool(servers)
 
     @property
     def max_sequence_length(self) -> int | None:
@@ -404,38 +511,16 @@ class ServedGenerator:
         if not requests:
             return []
         if self.config.weights == "none":
-            self._readmit_servers()
+            self.readmit_servers()
         self._check_servers(requests[0])
-        with ThreadPoolExecutor(self.config.batch * self._asked_servers()) as threads:
-            answers = []
-            for request in requests:
-                answers.append(threads.submit(self._complete, request, step))
-            try:
-                return [answer.result() for answer in answers]
-            except DrumlineError:
-                threads.shutdown(wait=False, cancel_futures=True)
-                raise
 
-    def _asked_servers(self) -> int:
-        """Return how many servers get requests: those that are not lost, or the one that is wanted."""
-        if self.preferred_server is not None:
-            return 1
-        return sum(not server.is_lost for server in self.pool.servers)
+        def complete(server: Server, request: Request) -> Completion:
+            """Return a server's completion of a request, checked."""
+            completion = self.complete(server, request, step)
+            self._require_possible(server, completion)
+            return completion
 
-    def _complete(self, request: Request, step: int) -> Completion:
-        """Return the completion of a request. If its server fails, another one gets the request."""
-        while True:
-            server = self.pool.take(self.preferred_server)
-            try:
-                completion = self.complete(server, request, step)
-                self._require_possible(server, completion)
-            except ServerError as error:
-                if error.is_refusal or not self.pool.lose(server, error):
-                    raise
-            else:
-                return completion
-            finally:
-                self.pool.release(server)
+        return self.answer_all(requests, complete, self.config.batch)
 
     def _require_possible(self, server: Server, completion: Completion) -> None:
         """Raise ServerError for a completion that the policy cannot have been asked for.
@@ -468,41 +553,6 @@ class ServedGenerator:
             except ServerError as error:
                 if error.is_refusal or not self.pool.lose(server, error):
                     raise
-
-    def _readmit_servers(self) -> None:
-        """Give requests again to lost servers that are back. Used if they keep their own weights."""
-        states = []
-        for server in self.pool.servers:
-            state = server.state()
-            if server.is_lost and self._is_back(server):
-                state = server.state()._replace(is_lost=False)
-            states.append(state)
-        self.pool.set_states(states)
-
-    def _is_back(self, server: Server) -> bool:
-        """Return whether a lost server answers again. What `identify` sets of it is then set again."""
-        try:
-            self.identify(server, HEALTH_SECONDS)
-        except ServerError:
-            return False
-        return True
-
-    def identify(self, server: Server, seconds: float | None = None) -> None:
-        """Check that a server is healthy, and set its `model` and `max_sequence_length`.
-
-        Raises ServerError if it does not answer, or names no model. Before `Server.mark_found` that is
-        EnvironmentFault. `seconds`: the most that each answer may take; None: `timeout_seconds`.
-        """
-        server.request_text("/health", seconds=seconds)
-        served = server.request("/v1/models", seconds=seconds)
-        try:
-            first_model = served["data"][0]
-            server.model = str(first_model["id"])
-            server.max_sequence_length = first_model.get("max_model_len")
-        except (TypeError, KeyError, IndexError):
-            raise server.fault(
-                "/v1/models does not name a model", self.kind.what_to_check
-            ) from None
 
     def check(self, server: Server, request: Request) -> None:
         """Raise ServerError if a server gives other log-probs than are needed. The base cannot tell.
@@ -565,8 +615,13 @@ def parse_version(answer: Any) -> str | None:
 def require_addresses(config: Any) -> None:
     """Raise ConfigError if a server's url is in an environment variable that is not set here.
 
-    `config`: the section `algorithm.generator`.
+    `config`: the section `algorithm.generator` or `algorithm.teacher`, of any kind.
     """
     if isinstance(config, Config):
-        for url in config.urls:
-            reveal(url, f"{WHERE}.url")
+        where = f"{WHERE}.url"
+    elif isinstance(config, ServedTeacher):
+        where = "algorithm.teacher.url"
+    else:
+        return
+    for url in config.urls:
+        reveal(url, where)

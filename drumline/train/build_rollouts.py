@@ -44,6 +44,7 @@ from drumline.rl.sampler_check import SamplerCheck, probe_prompts
 from drumline.rl.turns import ChatTurns
 from drumline.telemetry.events import Emit
 from drumline.train.sampling import TextGeneration, tokenizer_of
+from drumline.train.served_teacher import RolloutTeacher, connect
 from drumline.train.state import TrainState
 from drumline.train.teachers import add_teacher, build_teacher, with_teacher
 
@@ -133,13 +134,30 @@ def build_rollouts(
         conversations=build_conversations(plan, spec, generate),
     )
     batches = rollouts.stream(state.step, state.position, state.stream)
-    if spec.teaching is None:
+    teaching = spec.teaching
+    if teaching is None:
         return algorithm, rollouts, batches
-    teacher = build_teacher(plan, device)
+    if teaching.served_teacher is None:
+        ask = build_teacher(plan, engine, device).ask
+        rollouts.comparison = TeacherComparison(
+            algorithm, engine, episode_reader, partial(add_teacher, ask=ask), reducer
+        )
+        return algorithm, rollouts, with_teacher(batches, ask)
+    servers = connect(plan, teaching.served_teacher)
+    # Held-out episodes are asked about between the steps of a rollout.
+    of_training = RolloutTeacher(servers, device)
+    of_held_out = RolloutTeacher(servers, device)
+    rollouts.ask_teacher = of_training.ask_about
     rollouts.comparison = TeacherComparison(
-        algorithm, engine, episode_reader, partial(add_teacher, ask=teacher.ask), reducer
+        algorithm,
+        engine,
+        episode_reader,
+        partial(add_teacher, ask=of_held_out.ask),
+        reducer,
+        of_held_out.ask_about,
     )
-    return algorithm, rollouts, with_teacher(batches, teacher.ask)
+    rollouts.lost_servers = lambda: {**generate.lost_servers(), **servers.pool.lost}
+    return algorithm, rollouts, with_teacher(batches, of_training.ask)
 
 
 def build_conversations(

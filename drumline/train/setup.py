@@ -116,12 +116,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     rollout = config.algorithm.rollout
     if config.adapter.kind == "lora":
         require_package("peft", "adapter")
-    if rollout is not None:
-        from drumline.rl import servers, vllm  # importing the generators takes a second
-
-        rewards.require_installed(rollout.rewards)
-        vllm.require_installed(rollout.generator)
-        servers.require_addresses(rollout.generator)
+    _check_clients(config)
 
     # The models. The policy is the model that is trained, with any algorithm.
     policy = find_model(config.model, on_progress, weights=True)
@@ -162,6 +157,23 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if not dry_run:
         plan = _check_with_weights(plan, config, base_dir, on_progress)
     return _with_prediction(plan, config, request, machine, question.facts, why)
+
+
+def _check_clients(config: Config) -> None:
+    """Raise the errors of rewards, generators and servers that can be found without asking them."""
+    rollout = config.algorithm.rollout
+    teaching = config.algorithm.teaching
+    has_served_teacher = teaching is not None and teaching.served_teacher is not None
+    if rollout is None and not has_served_teacher:
+        return
+    from drumline.rl import servers, vllm  # importing the generators takes a second
+
+    if rollout is not None:
+        rewards.require_installed(rollout.rewards)
+        vllm.require_installed(rollout.generator)
+        servers.require_addresses(rollout.generator)
+    if teaching is not None:
+        servers.require_addresses(teaching.teacher)
 
 
 def _check_request(request: Request) -> None:

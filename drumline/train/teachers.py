@@ -7,6 +7,9 @@ There are two ways to get them:
 - `live`: a frozen model answers batch by batch. For the whole vocabulary (`top_k` 0) the batch gets
   its hidden states, and the loss computes its logits from them, a few tokens at a time.
 
+The teacher is a frozen model, the trained model with its adapter switched off, or a model on servers
+(`train.served_teacher`).
+
 Letters of shapes: M learned tokens of a micro-batch; T of a whole cache; K choices of each token,
 L = K + 1 log-probabilities.
 """
@@ -30,7 +33,7 @@ from drumline.config.algorithm import TeachingSpec
 from drumline.data.cache import TokenCache, bounds
 from drumline.data.order import GlobalBatch
 from drumline.dist.copies import copy_to_device
-from drumline.dist.reduce import gather_from_ranks, sum_over_ranks
+from drumline.dist.reduce import gather_from_ranks, rows_of_all, sum_over_ranks
 from drumline.dist.start import RankInfo
 from drumline.engine.build import build_engine
 from drumline.engine.engine import Engine
@@ -46,10 +49,19 @@ from drumline.system.files import rename_unless_there, temporary_folder
 from drumline.system.signals import StopFlag
 from drumline.telemetry import events
 from drumline.train.data_loaders import DataLoaders
-from drumline.train.references import add_to_all_batches, cache_folders, hash_with_weights
+from drumline.train.references import (
+    add_to_all_batches,
+    cache_folders,
+    hash_of,
+    hash_with_weights,
+)
 
 # Takes micro-batches, and returns what the teacher says of each.
 Ask = Callable[[list[Any]], list[Teacher]]
+# The packed choices of a sample at all its learned tokens, with the sample's number.
+Answer = tuple[int, npt.NDArray[np.float32]]
+# Yields the answers for all samples of a cache, on every rank. Collective.
+AnswersOfCache = Callable[[TokenCache], Iterator[Answer]]
 # A part of the tables' names. Raise it if the same models and rows give other numbers.
 VERSION = 1
 
@@ -124,17 +136,23 @@ class FrozenTeacher:
     teaching: TeachingSpec
     entries: int
     keeps_head: bool
+    # Whether the engine's adapter is switched on while it answers.
+    adapter: bool = True
     head: LinearHead | None = field(default=None, init=False)
 
     def ask(self, micro_batches: list[Any]) -> list[Teacher]:
         """Return what the teacher says of each micro-batch. Collective."""
         if self.teaching.top_k:
-            packed = self.engine.infer(micro_batches, self.packed_choices)
+            packed = self.packed_answers(micro_batches)
             return [_unpack(packed_MJ) for packed_MJ in packed]
-        hidden = self.engine.infer(micro_batches, self._states)
+        hidden = self.engine.infer(micro_batches, self._states, self.adapter)
         # Without a head, on the ranks of a pipeline that compute no loss.
         head = self.head or LinearHead(torch.empty(0))
         return [TeacherStates(hidden_ME, head) for hidden_ME in hidden]
+
+    def packed_answers(self, micro_batches: list[Any]) -> list[torch.Tensor]:
+        """Return `packed_choices` of each micro-batch. Collective."""
+        return self.engine.infer(micro_batches, self.packed_choices, self.adapter)
 
     def packed_choices(self, outputs: Any, batch: Any) -> torch.Tensor:
         """Return the choices at the learned tokens in one tensor, fp32[M, K + L]."""
@@ -160,20 +178,31 @@ class FrozenTeacher:
         return states.hidden_ME
 
 
-def build_teacher(plan: Plan, device: str) -> FrozenTeacher:
-    """Return the teacher of a run, spread as the trained model is. Collective."""
+def build_teacher(plan: Plan, policy: Engine, device: str) -> FrozenTeacher:
+    """Return the teacher of a run, spread as the trained model is. Collective.
+
+    `policy`: the engine of the trained model, which without its adapter may be the teacher itself.
+    """
     teaching = plan.config.algorithm.teaching
     assert teaching is not None, "the algorithm has a teacher"
-    engine = build_engine(plan, device, role="teacher")
-    whole_weights = plan.config.strategy.whole_weights
-    return FrozenTeacher(engine, teaching, vocabulary_entries(plan), whole_weights)
+    engine = policy
+    if not teaching.is_own_teacher:
+        engine = build_engine(plan, device, role="teacher")
+    return FrozenTeacher(
+        engine,
+        teaching,
+        vocabulary_entries(plan),
+        keeps_head=plan.config.strategy.whole_weights,
+        adapter=not teaching.is_own_teacher,
+    )
 
 
 def _unpack(packed_MJ: torch.Tensor) -> Choices:
     """Return the choices of `packed_choices`; J = K + L = 2 K + 1."""
     choices = packed_MJ.shape[1] // 2
     ids_MK, log_probs_ML = packed_MJ.split([choices, choices + 1], 1)
-    return Choices(ids_MK.long(), log_probs_ML)
+    # A copy, so that the packed numbers are freed.
+    return Choices(ids_MK.long(), log_probs_ML.clone())
 
 
 @dataclass(frozen=True)
@@ -183,6 +212,8 @@ class TeacherLoaders:
     plan: Plan
     ranks: RankInfo
     device: str
+    # The engine of the trained model.
+    engine: Engine
     loaders: DataLoaders
     emit: events.Emit
     stop_flag: StopFlag
@@ -216,7 +247,7 @@ class TeacherLoaders:
         """Return how the teacher is asked about the samples of each cache folder. Collective."""
         folders = cache_folders(data)
         if self.teaching.asks_teacher_live:
-            teacher = build_teacher(self.plan, self.device)
+            teacher = build_teacher(self.plan, self.engine, self.device)
             return dict.fromkeys(folders.values(), teacher.ask)
         tables = self._load_or_build_tables(folders)
         asks: dict[str, Ask] = {}
@@ -230,7 +261,7 @@ class TeacherLoaders:
         `caches`: the folder of each part of the data.
         """
         tables: dict[str, ChoiceTable] = {}
-        teacher: FrozenTeacher | None = None
+        answers_of: AnswersOfCache | None = None
         for part, folder in caches.items():
             began = time.time()
             cache = TokenCache.open(Path(folder))
@@ -239,9 +270,9 @@ class TeacherLoaders:
             # Each host has a cache of its own, unless they share it.
             is_found = all(gather_from_ranks(table is not None))
             if not is_found:
-                if teacher is None:
-                    teacher = build_teacher(self.plan, self.device)
-                self._build_table(teacher, cache, path)
+                if answers_of is None:
+                    answers_of = self._build_answers_of_cache()
+                self._build_table(answers_of, cache, path)
                 table = ChoiceTable.open(path, cache, self.teaching.top_k)
             assert table is not None, "the table was written a moment ago"
             tables[folder] = table
@@ -255,22 +286,37 @@ class TeacherLoaders:
             self.emit(event)
         return tables
 
-    def _build_table(self, teacher: FrozenTeacher, cache: TokenCache, path: Path) -> None:
+    def _build_answers_of_cache(self) -> AnswersOfCache:
+        """Return how the teacher is asked about all samples of a cache. Collective."""
+        served = self.teaching.served_teacher
+        if served is not None:
+            # Imported here, as importing the client takes a second.
+            from drumline.train.served_teacher import answers_of_cache, connect
+
+            servers = connect(self.plan, served)
+            return partial(
+                answers_of_cache,
+                servers,
+                device=self.device,
+                require_go_on=self._require_go_on,
+            )
+        teacher = build_teacher(self.plan, self.engine, self.device)
+        return partial(self._answers, teacher)
+
+    def _build_table(self, answers_of: AnswersOfCache, cache: TokenCache, path: Path) -> None:
         """Compute the table of a cache, and write it to `path` on each host. Collective.
 
         Raises Preempted after a stop signal.
         """
         if self.ranks.local_rank != 0:
-            for _ in self._answers(teacher, cache):
+            for _ in answers_of(cache):
                 pass
         else:
-            self._write_table(self._answers(teacher, cache), cache, path)
+            self._write_table(answers_of(cache), cache, path)
         # All ranks read the files that the first of each host has written.
         gather_from_ranks(None)
 
-    def _write_table(
-        self, answers: Iterator[tuple[int, npt.NDArray[np.float32]]], cache: TokenCache, path: Path
-    ) -> None:
+    def _write_table(self, answers: Iterator[Answer], cache: TokenCache, path: Path) -> None:
         """Write the answers for all samples of a cache as a table. It appears whole."""
         first_tokens = bounds(cache.target_counts)
         tokens = int(first_tokens[-1])
@@ -295,44 +341,62 @@ class TeacherLoaders:
                     lambda: ChoiceTable.open(path, cache, self.teaching.top_k) is not None,
                 )
 
-    def _answers(
-        self, teacher: FrozenTeacher, cache: TokenCache
-    ) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+    def _answers(self, teacher: FrozenTeacher, cache: TokenCache) -> Iterator[Answer]:
         """Yield the packed choices of each sample of a cache, on every rank. Collective.
 
         Raises Preempted after a stop signal, and ModelError on all ranks for what is no number.
         """
         is_counted = self.plan.mesh.is_counted(self.ranks.rank)
         for batch in self.loaders.batches_of_folder(str(cache.folder)):
-            (stop,) = sum_over_ranks([float(self.stop_flag.requested)], self.device)
-            if stop:
-                what = "stopped before the first step, while the teacher was asked"
-                raise Preempted(what, where=self.plan.run_dir, fix="go on with --resume")
-            packed = teacher.engine.infer(batch.micro_batches, teacher.packed_choices)
-            mine = []
-            if is_counted:
-                # Another rank may have the same samples.
-                for micro_batch, packed_MJ in zip(batch.micro_batches, packed, strict=True):
-                    mine += _split_by_sample(micro_batch.samples, packed_MJ, cache)
-            for answers in gather_from_ranks(mine):
-                for sample, packed_of_sample in answers:
-                    _require_finite(packed_of_sample)
-                    yield sample, packed_of_sample
+            self._require_go_on()
+            packed = teacher.packed_answers(batch.micro_batches)
+            samples = _samples_with_numbers(batch.micro_batches)
+            rows_RJ = torch.cat(packed)
+            if not is_counted:
+                # Another rank has the same samples.
+                samples = []
+                rows_RJ = rows_RJ[:0]
+            yield from answers_of_all(samples, rows_RJ, cache)
+
+    def _require_go_on(self) -> None:
+        """Raise Preempted on all ranks if a stop signal has come. Collective."""
+        (stop,) = sum_over_ranks([float(self.stop_flag.requested)], self.device)
+        if stop:
+            what = "stopped before the first step, while the teacher was asked"
+            raise Preempted(what, where=self.plan.run_dir, fix="go on with --resume")
 
 
-def _split_by_sample(
-    samples: Sequence[int], packed_MJ: torch.Tensor, cache: TokenCache
-) -> list[tuple[int, npt.NDArray[np.float32]]]:
-    """Return (sample, the rows of its learned tokens) of a micro-batch, without fillers."""
-    packed = packed_MJ.cpu().numpy()
-    parts = []
-    start = 0
-    for sample in samples:
-        if sample >= 0:
+def _samples_with_numbers(micro_batches: Sequence[Any]) -> list[int]:
+    """Return the samples of micro-batches in their order, without fillers."""
+    samples: list[int] = []
+    for micro_batch in micro_batches:
+        samples += [sample for sample in micro_batch.samples if sample >= 0]
+    return samples
+
+
+def answers_of_all(
+    own_samples: Sequence[int], rows_RJ: torch.Tensor, cache: TokenCache
+) -> Iterator[Answer]:
+    """Yield the packed choices of the samples of all ranks, on every rank. Collective.
+
+    Raises ModelError on all ranks for what is no number.
+
+    Args:
+        own_samples: The samples of this rank.
+        rows_RJ: Their packed choices at all learned tokens, end to end: fp32[R, J].
+        cache: The cache that has the samples.
+    """
+    numbers = torch.tensor(own_samples, dtype=torch.int64)
+    samples_of_ranks = rows_of_all(copy_to_device(str(rows_RJ.device), numbers))
+    rows_of_ranks = rows_of_all(rows_RJ)
+    for samples, gathered_RJ in zip(samples_of_ranks, rows_of_ranks, strict=True):
+        packed = gathered_RJ.cpu().numpy()
+        _require_finite(packed)
+        start = 0
+        for sample in samples.tolist():
             stop = start + int(cache.target_counts[sample])
-            parts.append((sample, packed[start:stop]))
+            yield sample, packed[start:stop]
             start = stop
-    return parts
 
 
 def _require_finite(packed_MJ: npt.NDArray[np.float32]) -> None:
@@ -404,16 +468,25 @@ def table_key(plan: Plan, folder: str) -> str:
     """Return a hash, 16 hex digits, of all that a table depends on.
 
     That is the rows' tokens (by the cache's own name, a hash of rows and tokenizer), the teacher's
-    weights, what is asked of it, and the precision.
+    weights, what is asked of it, and the precision. A teacher on servers is known by its name alone.
     """
     teaching = plan.config.algorithm.teaching
     assert teaching is not None, "the algorithm has a teacher"
-    parts = {
+    parts: dict[str, Any] = {
         "version": VERSION,
         "rows": Path(folder).name,
-        "teacher": plan.roles["teacher"].model.model_dump(mode="json"),
         "top_k": teaching.top_k,
         "temperature": teaching.temperature,
         "entries": vocabulary_entries(plan),
     }
-    return hash_with_weights(plan, "teacher", parts)
+    if teaching.served_teacher is not None:
+        # Its weights cannot be seen: its name stands for them.
+        return hash_of(parts | {"served": teaching.served_teacher.model})
+    if teaching.is_own_teacher:
+        model = plan.config.model
+        quantize = getattr(plan.config.adapter, "quantize", None)
+        parts |= {"base": model.model_dump(mode="json"), "quantize": quantize}
+        return hash_with_weights(plan, model, plan.model_path, plan.precision, parts)
+    role = plan.roles["teacher"]
+    parts["teacher"] = role.model.model_dump(mode="json")
+    return hash_with_weights(plan, role.model, role.model_path, plan.frozen_precision, parts)

@@ -1,4 +1,5 @@
-"""A real vLLM 0.32 on the CPU: hand-overs of weights and of adapters, seeds, stop texts, a dead server."""
+"""A real vLLM 0.32 on the CPU: hand-overs of weights and of adapters, seeds, stop texts, a dead server,
+and the log-probs of a teacher."""
 
 from __future__ import annotations
 
@@ -9,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from drumline.algorithms.distill.spec import DistillConfig
 from drumline.config import rollouts as c
+from drumline.errors import EnvironmentFault
+from drumline.models.choices import top_choices
 from drumline.rl.build import RolloutFiles, build_generator
 from drumline.rl.generate import Completion, Request
 from drumline.rl.restarts import CheckedSampling
 from drumline.rl.sampler_check import NEW_TOKENS, PROMPTS, expected_rounding_gap
+from drumline.rl.teacher_servers import TaughtText, TeacherServers
 from drumline.rl.vllm import RemoteVLLM
 from tests.harness import column, drumline, start_drumline, write_config
 from tests.loopback import until
@@ -259,3 +264,61 @@ def test_a_server_that_is_killed_in_a_rollout_is_one_line(
     assert "start it with `vllm serve MODEL`" in errors[0]
     assert f"POST {server.url}/v1/completions" in errors[0], "why there was a second attempt"
     assert "Traceback" not in err
+
+
+@torch.no_grad()
+def expected_choices(model: Any, texts: list[TaughtText], top_k: int) -> Any:
+    """Return what a model of transformers says of all places of texts, as packed choices."""
+    rows = []
+
+    for text in texts:
+        logits_TV = model(torch.tensor([text.tokens])).logits[0]
+        choices = top_choices(logits_TV[:-1], top_k, model.config.vocab_size)
+        ids_MK = choices.ids_MK.float()
+        rows.append(torch.cat((ids_MK, choices.log_probs_ML), 1))
+
+    return torch.cat(rows).numpy()
+
+
+def test_a_server_gives_a_teacher_s_log_probs(server: RealServer) -> None:
+    """They are those of the model, and what a server does not give is found before the run."""
+    top_k = 8
+    teacher = {
+        "kind": "server",
+        "url": server.url,
+        "model": "base",
+    }
+    teaching = DistillConfig.model_validate({"teacher": teacher, "top_k": top_k})
+    served = teaching.served_teacher
+
+    assert served is not None
+
+    model = read_model(server.model)
+    tokenizer = tiny_tokenizer()
+    vocabulary = model.config.vocab_size
+    texts = []
+
+    for request in REQUESTS:
+        places = list(range(1, len(request.tokens)))
+        if places:
+            texts.append(TaughtText(request.tokens, places))
+
+    servers = TeacherServers(served, teaching, tokenizer, vocabulary)
+    packed = servers.ask(texts)
+    wanted = expected_choices(model, texts, top_k)
+
+    log_probs = packed[:, top_k:]
+    wanted_log_probs = wanted[:, top_k:]
+
+    assert log_probs == pytest.approx(wanted_log_probs, abs=ROUNDING)
+
+    # Two tokens that are nearly as likely may be the other way round.
+    is_same = packed[:, :top_k] == wanted[:, :top_k]
+
+    assert is_same.mean() > 0.95
+
+    # More than vLLM's default of --max-logprobs.
+    too_many = teaching.model_copy(update={"top_k": 32})
+
+    with pytest.raises(EnvironmentFault, match="--max-logprobs 32, or lower"):
+        TeacherServers(served, too_many, tokenizer, vocabulary)

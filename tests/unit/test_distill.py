@@ -331,6 +331,31 @@ def test_a_teacher_is_planned(tmp_path: Path) -> None:
     assert scoring_flops(before, facts) == 0
 
 
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("fsdp2", 2)])
+def test_what_a_teacher_says_of_all_micro_batches_is_counted(
+    tmp_path: Path, strategy: str, ranks: int
+) -> None:
+    """Hidden states of 32 numbers a token, or the ids and log-probs of 8 tokens and the rest.
+
+    FSDP2 frees a gathered head after the forward, so a copy of it is kept.
+    """
+    bytes_of_phase = {}
+    for top_k in (0, 8):
+        planned(tmp_path / str(top_k), "live", top_k)
+        overrides = [f"strategy={strategy}", f"algorithm.top_k={top_k}"]
+        path = tmp_path / str(top_k) / "config.yaml"
+        plan = resolve_plan(path, *overrides, world_size=ranks)
+        facts = planning_question(plan).facts
+        bytes_of_phase[top_k] = memory(plan, facts, cluster()).phases["clip"]
+    batch = plan.batch
+    tokens = batch.micro_batch * batch.accumulation * plan.config.data.max_length
+    assert tokens == 4 * 96 / ranks
+    states = FP32_BYTES * 32
+    choices = 8 * 8 + FP32_BYTES * 9
+    head = FP32_BYTES * 320 * 32 if strategy == "fsdp2" else 0
+    assert bytes_of_phase[0] - bytes_of_phase[8] == tokens * (states - choices) + head
+
+
 @pytest.mark.parametrize(("log_probs", "top_k"), [("live", 0), ("precomputed", 8)])
 def test_a_step_is_traced_with_a_teacher_s_numbers(
     tmp_path: Path, log_probs: str, top_k: int

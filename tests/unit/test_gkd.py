@@ -19,6 +19,7 @@ from drumline.config.algorithm import SamplingSpec
 from drumline.config.data import DataConfig
 from drumline.config.load import load_text
 from drumline.data.batches import Episodes
+from drumline.data.cache import TokenCache
 from drumline.data.encode import AnsweredPromptEncoder
 from drumline.data.sources import Row
 from drumline.data.taught import collate_taught_episodes
@@ -259,6 +260,27 @@ def planned(folder: Path, root: Path, **algorithm: Any) -> Plan:
         root, folder / "model", algorithm=options, strategy={"kind": "single"}, launch={"nproc": 1}
     )
     return resolve_plan(path, world_size=1)
+
+
+def test_held_out_rows_need_no_completions(folder: Path, tmp_path: Path) -> None:
+    """The model completes all of them, whatever the share of the training prompts is."""
+    algorithm = {
+        "kind": "gkd",
+        "teacher": {"id": str(folder / "teacher")},
+        "generator": {"kind": "hf", "max_new_tokens": 8},
+        "on_policy_share": 0.5,
+    }
+    path = write_config(tmp_path, folder / "model", algorithm=algorithm)
+    prompts = [{"prompt": f"what is {number}"} for number in range(5)]
+    lines = [json.dumps(prompt) for prompt in prompts]
+    (tmp_path / "eval.jsonl").write_text("\n".join(lines))
+    data = resolve_plan(path, world_size=1).data
+    assert data is not None
+    (held_out,) = [TokenCache.open(Path(cache)) for cache in data.eval_caches.values()]
+    train = TokenCache.open(Path(data.train_cache))
+    assert len(held_out) == 5
+    assert len(held_out.segments(0)) == 1
+    assert len(train.segments(0)) == 2
 
 
 def test_the_teacher_is_planned_and_counted_once(folder: Path, tmp_path: Path) -> None:

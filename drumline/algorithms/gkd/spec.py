@@ -32,7 +32,7 @@ class GKDConfig(SamplingSpec, TeachingSpec):
 
     position: ClassVar[int] = 2
     columns: ClassVar[str] = (
-        "`prompt`, or `messages`; with on_policy_share below 1 `prompt` and `completion`, or `messages`"
+        "`prompt`, or `messages`; in data.train with on_policy_share below 1 `prompt` and `completion`, or `messages`"
     )
     rate: ClassVar[float] = 1e-5
     metrics: ClassVar[tuple[str, ...]] = ("loss", "kl", *SamplingSpec.metrics)
@@ -92,6 +92,11 @@ class GKDConfig(SamplingSpec, TeachingSpec):
         if self.sampled_share < 1:
             return (("prompt", "completion"), ("messages",))
         return PROMPT_FORMS
+
+    @property
+    def evaluation_spec(self) -> GKDConfig:
+        """The algorithm without completions of rows: the model completes all held-out prompts."""
+        return self.model_copy(update={"on_policy_share": 1.0})
 
     @property
     def needs_old_log_probs(self) -> bool:
