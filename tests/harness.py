@@ -193,6 +193,7 @@ ROWS = {
     "rerank": retrieval_rows,
     "ppo": prompt_rows,
     "grpo": prompt_rows,
+    "online_dpo": prompt_rows,
     "gkd": answered_rows,
 }
 LETTERS = {"kind": "function", "path": "tests.harness:letters"}

@@ -19,6 +19,7 @@ TASKS = (
     "full_fine_tuning",
     "several_hosts",
     "dpo",
+    "online_dpo",
     "distill",
     "distill_on_policy",
     "grpo",

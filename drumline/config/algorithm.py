@@ -471,6 +471,10 @@ class SamplingSpec(ChunkedSpec):
     """The base of algorithms whose policy learns from completions that it samples.
 
     The subclass declares `group_size`, the number of completions of each prompt.
+
+    A sample of batch.global_samples is one episode. If the loss compares several episodes of a group,
+    they are one sample: the subclass then overrides `rows_per_sample`, `samples_of_group` and
+    `learned_episodes`.
     """
 
     if TYPE_CHECKING:
@@ -527,7 +531,7 @@ class SamplingSpec(ChunkedSpec):
         1,
         gt=0,
         le=10**6,
-        description="Optimizer steps a pass: a rollout has this × batch.global_samples episodes.",
+        description="Optimizer steps a pass: a rollout has this × batch.global_samples episodes (online_dpo: pairs).",
     )
     curriculum: CurriculumConfig = Field(
         default_factory=CurriculumConfig, description="How many prompts each domain gives."
@@ -613,7 +617,32 @@ class SamplingSpec(ChunkedSpec):
 
         A rollout, which has `minibatches` global batches, then holds whole groups.
         """
-        return self.group_size // math.gcd(self.group_size, self.minibatches)
+        return self.samples_of_group // math.gcd(self.samples_of_group, self.minibatches)
+
+    @property
+    def samples_of_group(self) -> int:
+        """The number of samples that a group is in a global batch: one for each of its episodes."""
+        return self.group_size
+
+    def episodes_of_rollout(self, global_samples: int) -> int:
+        """Return the number of episodes that are sampled for a rollout.
+
+        `global_samples`: the samples of a global batch.
+        """
+        samples = self.minibatches * global_samples
+        return samples * self.group_size // self.samples_of_group
+
+    def learned_episodes(self, rewards_N: Any, tokens_N: Any) -> list[int]:
+        """Return the indices of the episodes of a rollout that are learned from, at least one sample's.
+
+        With several rows a sample, first come the first rows of all samples, then the second ones. If
+        there are fewer samples than the steps of the rollout take, fillers complete their batches.
+
+        Args:
+            rewards_N: fp32, the reward of each episode, group after group; NaN if it has none.
+            tokens_N: int64, the number of tokens that the policy sampled in each episode.
+        """
+        return list(range(len(rewards_N)))
 
     @property
     def steps_per_rollout(self) -> int:
@@ -642,6 +671,16 @@ class SamplingSpec(ChunkedSpec):
     def has_reference(self) -> bool:
         """Whether the policy is compared with a reference model, at the tokens of its rollouts."""
         return False
+
+    @property
+    def measures_divergence(self) -> bool:
+        """Whether each rollout measures the policy's divergence from the reference before its steps."""
+        return self.has_reference
+
+    @property
+    def loss_temperature(self) -> float:
+        """The temperature of the log-probabilities that the loss reads: that of the sampling."""
+        return self.generator.temperature
 
     @property
     def sampled_share(self) -> float:
@@ -689,15 +728,24 @@ class SamplingSpec(ChunkedSpec):
         return models
 
 
-class RolloutSpec(SamplingSpec):
-    """The base of algorithms whose policy learns from the rewards of its completions.
-
-    They limit how far the policy moves, and may keep it near a reference model.
-    """
+class RewardedSpec(SamplingSpec):
+    """The base of algorithms whose policy learns from the rewards of its completions."""
 
     reward_failure: RewardFailureConfig = Field(
         default_factory=RewardFailureConfig, description="What is done when rewards keep failing."
     )
+
+    @property
+    def failure_limit(self) -> RewardFailureConfig:
+        return self.reward_failure
+
+
+class RolloutSpec(RewardedSpec):
+    """The base of algorithms that learn from advantages of completions.
+
+    They limit how far the policy moves, and may keep it near a reference model.
+    """
+
     clip: Above0 = Field(
         0.2,
         description="The probability ratio counts within 1 ± clip only (PPO, Schulman et al. 2017).",
@@ -707,22 +755,32 @@ class RolloutSpec(SamplingSpec):
     )
 
     @property
-    def failure_limit(self) -> RewardFailureConfig:
-        return self.reward_failure
-
-    @property
     def has_reference(self) -> bool:
         return self.kl.coefficient > 0
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
         models: dict[str, AuxiliaryModel] = {}
-        other = self.kl.reference_model
-        needs_model = other is not None or not config.adapter.is_reference_if_disabled
-        if self.has_reference and needs_model:
-            models["reference"] = AuxiliaryModel(
-                other or config.model, "algorithm.kl.reference_model"
-            )
+        if self.has_reference:
+            other = self.kl.reference_model
+            models = frozen_reference(config, other, "algorithm.kl.reference_model")
         return models | super().auxiliary_models(config)
+
+
+def frozen_reference(
+    config: Trained, other: ModelConfig | None, where: str
+) -> dict[str, AuxiliaryModel]:
+    """Return the role of a frozen reference model, which is loaded beside the policy.
+
+    It is empty if the policy without its adapter is the reference.
+
+    Args:
+        config: The config of the run.
+        other: Another reference than the model that training starts from; None: there is none.
+        where: The key of the YAML that sets `other`.
+    """
+    if other is None and config.adapter.is_reference_if_disabled:
+        return {}
+    return {"reference": AuxiliaryModel(other or config.model, where)}
 
 
 AlgorithmField = Annotated[AlgorithmSpec, Registered(AlgorithmSpec)]

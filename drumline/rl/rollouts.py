@@ -47,7 +47,13 @@ from drumline.plan.plan import Plan
 from drumline.rl.conversations import Conversation, Conversations, Start, row_for_environment
 from drumline.rl.curriculum import Curriculum
 from drumline.rl.generate import Completion, Request, rank_and_world_size
-from drumline.rl.reading import EpisodeReader, ModelReaders, TeacherComparison, add_sums
+from drumline.rl.reading import (
+    EpisodeReader,
+    ModelReaders,
+    TeacherComparison,
+    add_sums,
+    rows_of_samples,
+)
 from drumline.rl.restarts import CheckedSampling
 from drumline.rl.rewards import ENVIRONMENT, EpisodeScore, EpisodeText, Rewards, count_reasons
 from drumline.rl.sampler_check import SamplerCheck
@@ -291,14 +297,15 @@ class Rollouts:
                 with self._add_seconds("generate"):
                     prompts = self._episodes_wanted // self.algorithm.group_size
                     drawn = self._draw(prompts, last_step, position)
+            learned = self._learned_samples(sampled)
             with self._add_seconds("infer"):
-                episodes, metrics = self._make_episodes(sampled)
+                episodes, metrics = self._make_episodes(learned)
                 if self.ask_teacher is not None:
                     self.ask_teacher(episodes)
             self._report_pending = partial(
                 self._report_trained, time.time(), last_step, sampled, prompts_drawn, metrics
             )
-            yield from self._batches(episodes, sampled, steps_done, position, drawn)
+            yield from self._batches(episodes, learned, steps_done, position, drawn)
             self.report()
             steps_done = last_step
 
@@ -342,7 +349,7 @@ class Rollouts:
 
         It is a multiple of the group's size; the plan is refused otherwise (`samples_in_turn`).
         """
-        return self.algorithm.minibatches * self.plan.batch.global_samples
+        return self.algorithm.episodes_of_rollout(self.plan.batch.global_samples)
 
     def _draw(self, prompts: int, steps_done: int, position: int) -> PendingRollout:
         """Draw prompts and have a group of completions sampled for each.
@@ -382,21 +389,30 @@ class Rollouts:
         share = self.algorithm.sampled_share
         return derive(self.plan.config.run.seed, "sampled", position) < share * SEED_RANGE
 
+    def _learned_samples(self, sampled: ScoredSamples) -> list[Sample]:
+        """Return the episodes of a rollout that are learned from, in the order of `Episodes`."""
+        candidates = sampled.learned
+        rewards_N = torch.tensor([sample.reward for sample in candidates], dtype=torch.float32)
+        tokens_N = torch.tensor([sample.completion.length for sample in candidates])
+        picks = self.algorithm.learned_episodes(rewards_N, tokens_N)
+        return [candidates[pick] for pick in picks]
+
     def _batches(
         self,
         episodes: Episodes,
-        sampled: ScoredSamples,
+        learned: Sequence[Sample],
         steps_done: int,
         position: int,
         ahead: PendingRollout | None,
     ) -> Iterator[GlobalBatch]:
         """Yield the batches of a rollout's optimizer steps.
 
-        They are `epochs` passes over all its episodes, each in a new random order.
+        They are `epochs` passes over all its samples, each in a new random order. A sample is an episode,
+        or several that the loss compares (`rows_of_samples`).
 
         Args:
             episodes: The rollout, with all tensors that the objective reads.
-            sampled: The same rollout as samples, which know their prompts.
+            learned: The same episodes, which know their prompts.
             steps_done: Optimizer steps before the rollout.
             position: Prompts drawn so far, this rollout included.
             ahead: The next rollout if it is being sampled already, which checkpoints hold; else None.
@@ -405,25 +421,31 @@ class Rollouts:
         batch = self.plan.batch
         size = batch.global_samples
         seed = self.plan.config.run.seed
-        prompts_N = np.asarray([sample.prompt_id for sample in sampled.learned], np.int64)
+        rows_SR = rows_of_samples(episodes, batch.rows_per_sample)
+        prompts_S = np.asarray([learned[row].prompt_id for row in rows_SR[:, 0].tolist()], np.int64)
         state = self._state(ahead)
         for epoch in range(algorithm.epochs):
             is_last_epoch = epoch == algorithm.epochs - 1
             generator = np.random.default_rng(derive(seed, "episodes", steps_done, epoch))
-            order_N = generator.permutation(len(episodes))
+            order = generator.permutation(algorithm.minibatches * size)
+            # Fillers take the places of groups that teach nothing.
+            order[order >= len(rows_SR)] = -1
             for number in range(algorithm.minibatches):
                 # A checkpoint does not contain the rollout, so none is saved before its last step.
                 is_last_step = is_last_epoch and number == algorithm.minibatches - 1
-                picks = order_N[number * size : (number + 1) * size]
+                picks = order[number * size : (number + 1) * size]
+                is_real = picks >= 0
+                rows = rows_SR[picks[is_real]].flatten()
+                sample_ids = np.where(is_real, prompts_S[np.maximum(picks, 0)], -1)
                 micro_batches, tokens = self.reading.micro_batches(
                     episodes, picks.tolist(), batch.accumulation, batch.micro_batch
                 )
                 # These totals are over all ranks without a collective: each knows the whole rollout.
-                weight = float(episodes.weight_N[picks].double().sum())
-                global_tokens = int(episodes.lengths[picks].sum())
+                weight = float(episodes.weight_N[rows].double().sum())
+                global_tokens = int(episodes.lengths[rows].sum())
                 yield GlobalBatch(
                     list(micro_batches),
-                    prompts_N[picks],
+                    sample_ids,
                     position,
                     tokens,
                     checkpointable=is_last_step,
@@ -743,22 +765,21 @@ class Rollouts:
             prompt, completion.answer, completion.length, columns, reward, completion.failure
         )
 
-    def _make_episodes(self, sampled: ScoredSamples) -> tuple[Episodes, dict[str, float]]:
-        """Return the samples as episodes with all tensors that the objective reads, and metrics.
+    def _make_episodes(self, samples: Sequence[Sample]) -> tuple[Episodes, dict[str, float]]:
+        """Return samples as episodes with all tensors that the objective reads, and metrics.
 
-        If the policy has read the episodes, the metrics are those of `_sampler_metrics`. With a
-        reference they also have `kl`, the mean divergence from it in nats per token, and
-        `kl_coefficient`. Without a reference the divergence counts as 0.
+        If the policy has read the episodes, the metrics are those of `_sampler_metrics`. If a reference
+        has read them, too, they also have `kl`, the mean divergence from it in nats per token, and
+        `kl_coefficient`. Otherwise the divergence counts as 0.
         """
-        samples = sampled.learned
         episodes = self._add_model_outputs(_samples_to_episodes(self.prompts, samples))
         episodes = replace(episodes, turns=[sample.turns for sample in samples])
         metrics = {}
         if self.readers.policy is not None:
             metrics = _sampler_metrics(episodes)
         kl_NM = torch.zeros_like(episodes.log_probs_NM)
-        if self.readers.reference is not None:
-            assert self.readers.policy is not None, "ModelReaders: a reference needs the policy"
+        measures_kl = self.readers.policy is not None and self.readers.reference is not None
+        if measures_kl:
             kl_NM = divergence(
                 episodes.log_probs_NM,
                 episodes.reference_log_probs_NM,
@@ -773,7 +794,7 @@ class Rollouts:
         penalty_NM = kl_NM * self.kl.coefficient
         episodes = self.algorithm.assign_credit(episodes, rewards_N, penalty_NM)
         # After `metrics`, so that the event reports the coefficient that this rollout was penalised by.
-        if self.readers.reference is not None:
+        if measures_kl:
             self.kl.update(metrics["kl"], len(episodes))
         return episodes, metrics
 

@@ -211,14 +211,14 @@ def build_scorers(
 
     Collective: the frozen models are built. `tail`: as `last_scores` takes it.
     """
-    temperature = spec.generator.temperature
+    temperature = spec.loss_temperature
     log_probs = log_prob_reader(spec.loss_chunk, temperature)
     has_value_head = spec.head == "valued"
 
     # The policy runs over the episodes before the update if the loss or the reward needs its
     # numbers from then.
     policy: ReadEpisodes | None = None
-    if has_value_head or spec.has_reference or spec.needs_old_log_probs:
+    if has_value_head or spec.measures_divergence or spec.needs_old_log_probs:
         with_values = log_prob_reader(spec.loss_chunk, temperature, has_value_head)
         policy = partial(episode_reader.read, engine, read=with_values)
 

@@ -152,6 +152,19 @@ def test_distillation_killed_in_a_rollout_then_resumed(model: Path, tmp_path: Pa
     require_same_weights(run, alone)
 
 
+@pytest.mark.full
+def test_online_dpo_killed_in_a_rollout_then_resumed(model: Path, tmp_path: Path) -> None:
+    """The reference is the policy without its adapter, also after the restart."""
+    options = {"kind": "online_dpo", "group_size": 4, "minibatches": 2, "dynamic_sampling": 1}
+    run, alone = kill_and_resume(slow_rewards(tmp_path, model, options), tmp_path)
+    of_step = ("step", "loss", "grad_norm", "tokens", "samples", "pairs", "margin", "kl")
+    assert told(run, "step", of_step) == told(alone, "step", of_step)
+    of_rollout = ("step", "reward", "drawn", "shares", "length", "groups_differ")
+    assert told(run, "rollout", of_rollout) == told(alone, "rollout", of_rollout)
+    assert max(column(alone, "pairs")) > 0
+    require_same_weights(run, alone)
+
+
 def kill_and_resume(config: Path, folder: Path) -> tuple[Path, Path]:
     """Return a run that was killed in a rollout and then resumed, and one that was left alone."""
     alone = folder / "alone"

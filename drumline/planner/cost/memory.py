@@ -907,7 +907,7 @@ def _sampling_bytes(layout: Layout, facts: ModelFacts) -> float:
     if rollout is None:
         samples = layout.config.eval.samples
     else:
-        samples = rollout.minibatches * layout.batch.global_samples
+        samples = rollout.episodes_of_rollout(layout.batch.global_samples)
     samples_of_rank = math.ceil(samples / layout.mesh.world_size)
     sequences = min(generator.batch, samples_of_rank)
     bytes_per_entry = PRECISION_BYTES[layout.precision]
