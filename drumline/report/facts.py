@@ -59,6 +59,8 @@ ROLLOUT = {
     "ended": "part of completions that ended",
     # In nats: difference of log-probs between the generator and the policy.
     "sampler_gap": "sampler gap",
+    # Optimizer steps between the weights that sampled a rollout and the first step that learns from it.
+    "staleness": "staleness",
 }
 # A group is all completions of one prompt.
 GROUPS_ALIKE = "share of groups whose rewards do not differ"
@@ -147,6 +149,9 @@ def curve_values(event: dict[str, Any]) -> dict[str, float | None]:
         # None: the policy itself sampled, so there is no gap in log-probs to another generator.
         if event.get("sampler_gap") is None:
             values.pop("sampler_gap", None)
+        # None: nothing is sampled ahead.
+        if event.get("staleness") is None:
+            values.pop("staleness", None)
         # A run of gkd may have no rewards at all.
         if event.get("rewards") == {}:
             values.pop("reward", None)

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,10 @@ class WeightFolder:
         self.dtype = dtype
         # Number of hand-overs so far.
         self.hand_overs = 0
+        # The folder that the servers have loaded; None before the first hand-over.
+        self.loaded: Path | None = None
+        # Folders of weights that are not handed over yet.
+        self.held: list[Path] = []
 
     def refresh(self, weights: Weights) -> None:
         """Hand over the weights. Collective; it returns once the servers have them, on all ranks.
@@ -73,14 +78,46 @@ class WeightFolder:
         Raises on all ranks: EnvironmentFault if the folder cannot be written, and DrumlineError if no
         server takes the weights. In the first hand-over each server must take them.
         """
-        self._share_lost_servers()
+        hand_over = self.hold(weights)
+        hand_over()
+
+    def hold(self, weights: Weights) -> Callable[[], None]:
+        """Write the weights, and return the function that hands them over. Both are collective.
+
+        The function may be called later, also after other weights were handed over. It raises what
+        `refresh` does.
+        """
+        folder = self._free_folder()
+        self.held.append(folder)
         failure: DrumlineError | None = None
         if rank_and_world_size()[0] == 0:
-            failure = self._hand_over(weights)
+            failure = self._write(weights, folder)
         else:
             # Each step of the iterator is collective, and rank 0 alone needs the tensors.
             for _ in weights:
                 continue
+        return partial(self._hand_over, folder, failure)
+
+    def _free_folder(self) -> Path:
+        """Return a folder that servers neither read nor will read.
+
+        Weights that are handed over at once use two folders alternately.
+        """
+        number = 0
+        while self.folder / f"{number}" in (self.loaded, *self.held):
+            number += 1
+        return self.folder / f"{number}"
+
+    def _hand_over(self, folder: Path, failure: DrumlineError | None) -> None:
+        """Have the servers load a folder. `failure`: why it could not be written, on rank 0."""
+        self._share_lost_servers()
+        if rank_and_world_size()[0] == 0 and failure is None:
+            failure = self._load_everywhere(folder)
+            if failure is None and self.loaded is not None:
+                # Nothing reads the previous weights any more.
+                shutil.rmtree(self.loaded, ignore_errors=True)
+        self.held.remove(folder)
+        self.loaded = folder
         self.hand_overs += 1
         states = [server.state() for server in self.pool.servers]
         states_of_rank_0, has_failed = from_all((states, failure is not None))[0]
@@ -100,14 +137,8 @@ class WeightFolder:
                 if is_lost:
                     server.mark_lost()
 
-    def _hand_over(self, weights: Weights) -> DrumlineError | None:
-        """Write the weights and have the servers load them.
-
-        Returns why that failed; None if it did not.
-        """
-        # Two folders are used alternately, since a server may still read the previous weights.
-        folder = self.folder / f"{self.hand_overs % 2}"
-        previous_folder = self.folder / f"{(self.hand_overs + 1) % 2}"
+    def _write(self, weights: Weights, folder: Path) -> DrumlineError | None:
+        """Write the weights. Returns why that failed; None if it did not."""
         failure: DrumlineError | None = None
         # The iterator is collective, so rank 0 goes through all weights even if a file cannot be written.
         if self.adapter is None:
@@ -118,11 +149,6 @@ class WeightFolder:
         for number, shard in enumerate(shards):
             if failure is None:
                 failure = self._save(shard, folder, number)
-        if failure is None:
-            failure = self._load_everywhere(folder)
-        if failure is None:
-            # Nothing reads the previous weights any more.
-            shutil.rmtree(previous_folder, ignore_errors=True)
         return failure
 
     def _load_everywhere(self, folder: Path) -> DrumlineError | None:

@@ -19,6 +19,7 @@ import functools
 import math
 import os
 import uuid
+from collections.abc import Callable
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from drumline.rl.generate import (
     Completion,
     Request,
     Weights,
+    copy_to_host,
     request_seed,
     require_room,
 )
@@ -280,6 +282,14 @@ class InProcessVLLM:
             parameters.append(SamplingParams(**options))
         outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
         return [_to_completion(output.outputs[0]) for output in outputs]
+
+    def hold(self, weights: Weights) -> Callable[[], None]:
+        """Keep all weights in host memory, and return the function that replaces the engine's by them.
+
+        Collective if the iterator is; the function is not.
+        """
+        held = copy_to_host(weights, {})
+        return lambda: self.refresh(iter(held))
 
     def refresh(self, weights: Weights) -> None:
         """Replace all weights. Collective if the iterator is."""
