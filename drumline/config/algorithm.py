@@ -497,7 +497,7 @@ class SamplingSpec(ChunkedSpec):
 
     @property
     def lookahead(self) -> int:
-        """Number of rollouts that are sampled while another one is learned from."""
+        """The number of rollouts that may be pending while another one is learned from."""
         return 0
 
     @property

@@ -59,6 +59,8 @@ ROLLOUT = {
     "ended": "part of completions that ended",
     # In nats: difference of log-probs between the generator and the policy.
     "sampler_gap": "sampler gap",
+    # Optimizer steps between the weights that sampled a rollout and the first step that learns from it.
+    "staleness": "staleness",
 }
 # A group is all completions of one prompt.
 GROUPS_ALIKE = "share of groups whose rewards do not differ"

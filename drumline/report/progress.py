@@ -879,8 +879,12 @@ def _rollout_line(event: events.Rollout) -> str:
         parts.append(f"completions of rows {event.from_rows}")
     if event.sampler_gap is not None:
         parts.append(f"sampler off by {event.sampler_gap:.2g} nats")
+    if event.staleness:
+        age = plural(event.staleness, "step")
+        parts.append(f"sampled {age} earlier")
     # If the policy itself samples, rounding is all that is left.
-    if event.sampler_gap is not None and "sampler_log_ratio" in event.metrics:
+    has_other_sampler = event.sampler_gap is not None or event.staleness is not None
+    if has_other_sampler and "sampler_log_ratio" in event.metrics:
         log_ratio = _format_number(event.metrics["sampler_log_ratio"], ".2g")
         largest = _format_number(event.metrics.get("sampler_log_ratio_max"), ".2g")
         parts.append(f"log-ratio to the sampler {log_ratio}, at most {largest}")

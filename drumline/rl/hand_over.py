@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,9 +74,12 @@ class WeightFolder:
         self.dtype = dtype
         # Number of hand-overs so far.
         self.hand_overs = 0
-        # The folder and the version of the weights that were handed over last.
-        self.present_folder = folder
+        # The folder of the weights that were handed over last; None before the first hand-over.
+        self.present_folder: Path | None = None
+        # The version of these weights, by which a server is recognised that does not have them.
         self.version = ""
+        # Folders of weights that are not handed over yet.
+        self.held: list[Path] = []
 
     def refresh(self, weights: Weights) -> None:
         """Hand over the weights. Collective; it returns once the servers have them, on all ranks.
@@ -83,18 +87,48 @@ class WeightFolder:
         Raises on all ranks: EnvironmentFault if the folder cannot be written, and DrumlineError if no
         server takes the weights. In the first hand-over each server must take them.
         """
-        self._share_lost_servers()
+        hand_over = self.hold(weights)
+        hand_over()
+
+    def hold(self, weights: Weights) -> Callable[[], None]:
+        """Write the weights, and return the function that hands them over. Both are collective.
+
+        The function may be called later, also after other weights were handed over. It raises what
+        `refresh` does.
+        """
+        folder = self._free_folder()
+        self.held.append(folder)
         failure: DrumlineError | None = None
-        # Two folders are used alternately, since a server may still read the previous weights.
-        previous_folder = self.folder / f"{(self.hand_overs + 1) % 2}"
-        self.present_folder = self.folder / f"{self.hand_overs % 2}"
-        self.version = f"{self.generator.version_prefix}-{self.hand_overs}"
         if rank_and_world_size()[0] == 0:
-            failure = self._hand_over(weights, previous_folder)
+            failure = self._write(weights, folder)
         else:
             # Each step of the iterator is collective, and rank 0 alone needs the tensors.
             for _ in weights:
                 continue
+        return partial(self._hand_over, folder, failure)
+
+    def _free_folder(self) -> Path:
+        """Return a folder that servers neither read nor will read.
+
+        Weights that are handed over at once use two folders alternately.
+        """
+        number = 0
+        while self.folder / f"{number}" in (self.present_folder, *self.held):
+            number += 1
+        return self.folder / f"{number}"
+
+    def _hand_over(self, folder: Path, failure: DrumlineError | None) -> None:
+        """Have the servers load a folder. `failure`: why it could not be written, on rank 0."""
+        self._share_lost_servers()
+        previous_folder = self.present_folder
+        self.present_folder = folder
+        self.version = f"{self.generator.version_prefix}-{self.hand_overs}"
+        if rank_and_world_size()[0] == 0 and failure is None:
+            failure = self._load_at(self.pool.servers)
+            if failure is None and previous_folder is not None:
+                # Nothing reads the previous weights any more.
+                shutil.rmtree(previous_folder, ignore_errors=True)
+        self.held.remove(folder)
         self.hand_overs += 1
         states = [server.state() for server in self.pool.servers]
         self.pool.set_states(_share_from_rank_0(states, failure))
@@ -153,12 +187,8 @@ class WeightFolder:
                 if is_lost:
                     server.mark_lost()
 
-    def _hand_over(self, weights: Weights, previous_folder: Path) -> DrumlineError | None:
-        """Write the weights and have the servers load them.
-
-        Returns why that failed; None if it did not. `previous_folder`: it is removed afterwards.
-        """
-        folder = self.present_folder
+    def _write(self, weights: Weights, folder: Path) -> DrumlineError | None:
+        """Write the weights. Returns why that failed; None if it did not."""
         failure: DrumlineError | None = None
         # The iterator is collective, so rank 0 goes through all weights even if a file cannot be written.
         if self.adapter is None:
@@ -169,11 +199,6 @@ class WeightFolder:
         for number, shard in enumerate(shards):
             if failure is None:
                 failure = self._save(shard, folder, number)
-        if failure is None:
-            failure = self._load_at(self.pool.servers)
-        if failure is None:
-            # Nothing reads the previous weights any more.
-            shutil.rmtree(previous_folder, ignore_errors=True)
         return failure
 
     def _load_at(self, servers: list[Server]) -> DrumlineError | None:
@@ -203,6 +228,7 @@ class WeightFolder:
 
         Returns why that failed; None if it did not.
         """
+        assert self.present_folder is not None, "weights were handed over before"
         try:
             if server.is_lost:
                 self.generator.identify(server, HEALTH_SECONDS)

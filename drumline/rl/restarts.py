@@ -42,6 +42,16 @@ class CheckedSampling:
         self._first_sampling = DistributedSampling(generator, requests, step, in_background)
         self._completions: list[Completion] | None = None
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether this rank's requests are sampled, or sampling has failed."""
+        return self._first_sampling.is_finished
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether `finish` has returned, which tells every rank that all of them are finished."""
+        return self._completions is not None
+
     def finish(self) -> list[Completion]:
         """Return all completions, in the order of the requests, on every rank. Collective.
 

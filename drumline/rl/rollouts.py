@@ -15,7 +15,8 @@ are learned, and those of the environment between them.
 Every rank knows the whole rollout, which is small. So advantages are computed over the global
 rollout, and it does not matter which rank trains on which episode. A rollout depends only on the
 weights, on (seed, step, position of the prompt) and on the stream's state, so a resumed run samples
-the same rollout again.
+the same rollout again. Rollouts may be sampled ahead of the steps, with older weights; the module
+`ahead` has the schedule.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ import torch
 from drumline.algorithms.credit import have_nonzero_advantages
 from drumline.algorithms.policy import KLController, divergence
 from drumline.config.algorithm import SamplingSpec
+from drumline.config.rollouts import ServerGenerator
 from drumline.data.batches import Episodes, EpisodeTurn
 from drumline.data.cache import TokenCache
 from drumline.data.encode import OWN_COLUMNS, ROW_PROMPT
@@ -44,6 +46,7 @@ from drumline.dist.reduce import gather_from_ranks
 from drumline.dist.seeds import derive
 from drumline.errors import TrainingStopped
 from drumline.plan.plan import Plan
+from drumline.rl.ahead import ScheduledSampling, scheduled_version
 from drumline.rl.conversations import Conversation, Conversations, Start, row_for_environment
 from drumline.rl.curriculum import Curriculum
 from drumline.rl.generate import Completion, Request, rank_and_world_size
@@ -54,7 +57,6 @@ from drumline.rl.reading import (
     add_sums,
     rows_of_samples,
 )
-from drumline.rl.restarts import CheckedSampling
 from drumline.rl.rewards import ENVIRONMENT, EpisodeScore, EpisodeText, Rewards, count_reasons
 from drumline.rl.sampler_check import SamplerCheck
 from drumline.rl.transcript import MOST_TEXT, shorten_messages
@@ -98,6 +100,9 @@ class Sample:
     applies: bool = True
     # With an environment the turns, each with its part of the reward.
     turns: Sequence[EpisodeTurn] = ()
+    # The version of the weights that sampled all of its tokens: the optimizer steps after which they
+    # were exported. None if that is not known: a server keeps its own weights, or a row has the tokens.
+    version: int | None = None
 
     @property
     def is_failed(self) -> bool:
@@ -181,19 +186,23 @@ class PendingRollout:
         complete: Callable[[], list[Completion]],
         sampler_gap: float | None = None,
         row_ids: Sequence[int] = (),
+        version: int | None = None,
     ) -> None:
         """Store the prompts, and the function that waits for their completions.
 
         Args:
             prompt_ids: The prompts' numbers in the cache, each as often as it is completed.
             complete: Waits for the completions and returns them; called once, on the first access.
-            sampler_gap: SamplerCheck.gap when sampling ahead began; None if nothing is sampled ahead.
+            sampler_gap: SamplerCheck.gap when sampling ahead began; None if nothing is sampled ahead, or
+                if the sampler was not free, so that its weights were set aside and not checked.
             row_ids: Numbers in the cache of prompts that are learned with the completion in their row.
+            version: See `Sample.version`.
         """
         self.prompt_ids = prompt_ids
         self.row_ids = list(row_ids)
         self._complete = complete
         self.sampler_gap = sampler_gap
+        self.version = version
 
     @cached_property
     def completions(self) -> list[Completion]:
@@ -210,17 +219,46 @@ class PendingRollout:
             "completions": completions,
             "sampler_gap": self.sampler_gap,
             "row_ids": self.row_ids,
+            "version": self.version,
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> PendingRollout:
-        """Return the rollout whose method `state` returned this."""
+    def from_state(cls, state: Mapping[str, Any], scheduled_version: int) -> PendingRollout:
+        """Return the rollout whose method `state` returned this.
+
+        `scheduled_version`: the version of its weights if `state` does not have it.
+        """
 
         def complete() -> list[Completion]:
             return [Completion(*fields) for fields in state["completions"]]
 
-        # Older checkpoints lack the last two keys.
-        return cls(state["ids"], complete, state.get("sampler_gap"), state.get("row_ids", ()))
+        # Older checkpoints lack the last three keys.
+        return cls(
+            state["ids"],
+            complete,
+            state.get("sampler_gap"),
+            state.get("row_ids", ()),
+            state.get("version", scheduled_version),
+        )
+
+
+def load_pending(
+    states: Sequence[Mapping[str, Any]] | Mapping[str, Any],
+    steps_done: int,
+    steps_per_rollout: int,
+) -> deque[PendingRollout]:
+    """Return the pending rollouts of a checkpoint, in the order in which they are learned from.
+
+    Args:
+        states: What `PendingRollout.state` returned for each. In older checkpoints the only one that
+            there could be, without its version.
+        steps_done: Optimizer steps of the run so far.
+        steps_per_rollout: Optimizer steps that learn from a rollout.
+    """
+    if isinstance(states, Mapping):
+        states = [states]
+    version = scheduled_version(steps_done, 1, steps_per_rollout)
+    return deque(PendingRollout.from_state(state, version) for state in states)
 
 
 @dataclass
@@ -239,8 +277,11 @@ class Rollouts:
     kl: KLController
     # Samples completions of one turn. Arguments: requests, step, whether greedily. Collective.
     sample: Callable[[list[Request], int, bool], list[Completion]]
-    # Begins to sample completions while training goes on. Arguments: requests, step. Collective.
-    sample_ahead: Callable[[list[Request], int], CheckedSampling]
+    # Samples completions by the present weights while training goes on, once those asked for before are
+    # sampled. Arguments: requests, step. Collective.
+    sample_ahead: Callable[[list[Request], int], ScheduledSampling]
+    # Begins the next rollout of `sample_ahead` if the sampler is free. Collective; it does not wait.
+    begin_due: Callable[[], None]
     # Compares the sampler with the policy when `sample` and `sample_ahead` give it new weights.
     sampler_check: SamplerCheck
     # Returns the url of each server that was lost and is not back → why.
@@ -280,23 +321,19 @@ class Rollouts:
         """
         assert self.plan.steps is not None
         self._load_state(state)
-        drawn = None
-        if state.get("ahead"):
-            drawn = PendingRollout.from_state(state["ahead"])
+        pending = load_pending(state.get("ahead", []), steps_done, self.algorithm.steps_per_rollout)
         while steps_done < self.plan.steps:
             self.seconds = {}
             first_position = position
             # The last of the steps that learn from this rollout.
             last_step = steps_done + self.algorithm.steps_per_rollout
+            drawn = pending.popleft() if pending else None
             sampled, position = self._sample_groups(steps_done, position, drawn)
             prompts_drawn = position - first_position
             self._check_rewards(steps_done, sampled, prompts_drawn)
-            drawn = None
-            # The next rollout is sampled with the present weights, while this one is trained on.
-            if self.algorithm.lookahead and last_step < self.plan.steps:
+            if self.algorithm.lookahead:
                 with self._add_seconds("generate"):
-                    prompts = self._episodes_wanted // self.algorithm.group_size
-                    drawn = self._draw(prompts, last_step, position)
+                    self._draw_ahead(pending, steps_done, position)
             learned = self._learned_samples(sampled)
             with self._add_seconds("infer"):
                 episodes, metrics = self._make_episodes(learned)
@@ -305,9 +342,30 @@ class Rollouts:
             self._report_pending = partial(
                 self._report_trained, time.time(), last_step, sampled, prompts_drawn, metrics
             )
-            yield from self._batches(episodes, learned, steps_done, position, drawn)
+            yield from self._batches(episodes, learned, steps_done, position, list(pending))
             self.report()
             steps_done = last_step
+
+    def _draw_ahead(self, pending: deque[PendingRollout], steps_done: int, position: int) -> None:
+        """Have rollouts sampled by the present weights until as many are pending as the config says.
+
+        Usually that is one. At the beginning of a run it is all of them.
+
+        Args:
+            pending: The rollouts that are drawn and not learned from; new ones are added at the end.
+            steps_done: Optimizer steps before the rollout that is learned from next.
+            position: Prompts drawn so far, up to that rollout.
+        """
+        algorithm = self.algorithm
+        prompts = self._episodes_wanted // algorithm.group_size
+        while len(pending) < algorithm.lookahead:
+            rollouts_before = len(pending)
+            first_step = steps_done + (1 + rollouts_before) * algorithm.steps_per_rollout
+            if first_step >= (self.plan.steps or 0):
+                return
+            first_position = position + rollouts_before * prompts
+            rollout = self._draw(prompts, first_step, first_position, version=steps_done)
+            pending.append(rollout)
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from the state in a checkpoint; a new run has an empty one."""
@@ -351,17 +409,21 @@ class Rollouts:
         """
         return self.algorithm.episodes_of_rollout(self.plan.batch.global_samples)
 
-    def _draw(self, prompts: int, steps_done: int, position: int) -> PendingRollout:
-        """Draw prompts and have a group of completions sampled for each.
+    def _draw(self, prompts: int, first_step: int, position: int, version: int) -> PendingRollout:
+        """Draw prompts and have a group of completions sampled for each by the present weights.
 
-        With lookahead, sampling begins now with the present weights. Otherwise it happens when the
+        With lookahead, sampling begins as soon as the sampler is free. Otherwise it happens when the
         completions are first read.
 
         Args:
             prompts: Number of prompts to draw.
-            steps_done: Optimizer steps before the rollout is trained on; random numbers depend on it.
-            position: Prompts drawn so far.
+            first_step: Optimizer steps before the rollout is trained on; random numbers depend on it.
+            position: Prompts drawn before this rollout.
+            version: Optimizer steps of the run so far, which the weights have learned from.
         """
+        sampled_version: int | None = version
+        if self._server_keeps_weights:
+            sampled_version = None
         prompt_ids: list[int] = []
         keys: list[tuple[int, int]] = []
         row_ids: list[int] = []
@@ -375,11 +437,21 @@ class Rollouts:
                 # other completions.
                 keys.append((position + offset, index))
         if not self.algorithm.lookahead:
-            sample = partial(self._sample, self.prompts, prompt_ids, keys, steps_done, False)
-            return PendingRollout(prompt_ids, sample, row_ids=row_ids)
+            sample = partial(self._sample, self.prompts, prompt_ids, keys, first_step, False)
+            return PendingRollout(prompt_ids, sample, None, row_ids, sampled_version)
         requests = self._requests(self.prompts, prompt_ids, keys)
-        sampling = self.sample_ahead(requests, steps_done)
-        return PendingRollout(prompt_ids, sampling.finish, self.sampler_check.gap, row_ids)
+        scheduled = self.sample_ahead(requests, first_step)
+        gap = None
+        if scheduled.sampling is not None:
+            # It has begun, so the sampler was compared with the policy just now.
+            gap = self.sampler_check.gap
+        return PendingRollout(prompt_ids, scheduled.finish, gap, row_ids, sampled_version)
+
+    @property
+    def _server_keeps_weights(self) -> bool:
+        """Whether servers sample with their own weights, whose version is not known."""
+        generator = self.algorithm.generator
+        return isinstance(generator, ServerGenerator) and generator.weights == "none"
 
     def _is_sampled(self, position: int) -> bool:
         """Return whether the policy completes the prompt at a position; if not, its row does.
@@ -403,7 +475,7 @@ class Rollouts:
         learned: Sequence[Sample],
         steps_done: int,
         position: int,
-        ahead: PendingRollout | None,
+        pending: list[PendingRollout],
     ) -> Iterator[GlobalBatch]:
         """Yield the batches of a rollout's optimizer steps.
 
@@ -415,7 +487,7 @@ class Rollouts:
             learned: The same episodes, which know their prompts.
             steps_done: Optimizer steps before the rollout.
             position: Prompts drawn so far, this rollout included.
-            ahead: The next rollout if it is being sampled already, which checkpoints hold; else None.
+            pending: The next rollouts if they are sampled ahead; checkpoints hold them.
         """
         algorithm = self.algorithm
         batch = self.plan.batch
@@ -423,7 +495,7 @@ class Rollouts:
         seed = self.plan.config.run.seed
         rows_SR = rows_of_samples(episodes, batch.rows_per_sample)
         prompts_S = np.asarray([learned[row].prompt_id for row in rows_SR[:, 0].tolist()], np.int64)
-        state = self._state(ahead)
+        state = self._state(pending)
         for epoch in range(algorithm.epochs):
             is_last_epoch = epoch == algorithm.epochs - 1
             generator = np.random.default_rng(derive(seed, "episodes", steps_done, epoch))
@@ -440,6 +512,7 @@ class Rollouts:
                 micro_batches, tokens = self.reading.micro_batches(
                     episodes, picks.tolist(), batch.accumulation, batch.micro_batch
                 )
+                self.begin_due()
                 # These totals are over all ranks without a collective: each knows the whole rollout.
                 weight = float(episodes.weight_N[rows].double().sum())
                 global_tokens = int(episodes.lengths[rows].sum())
@@ -453,7 +526,7 @@ class Rollouts:
                     totals=(weight, global_tokens),
                 )
 
-    def _state(self, ahead: PendingRollout | None) -> dict[str, Any]:
+    def _state(self, pending: list[PendingRollout]) -> dict[str, Any]:
         """Return what a checkpoint needs besides the weights, to continue with the next rollout."""
         state = {
             "curriculum": self.curriculum.state(),
@@ -461,9 +534,9 @@ class Rollouts:
             "has_rewards": self.has_rewards,
             "sampler": self.sampler_check.state(),
         }
-        if ahead is not None:
+        if pending:
             # A function, which is called only if a checkpoint is written, as it waits for completions.
-            state["ahead"] = ahead.state
+            state["ahead"] = partial(_states, pending)
         return state
 
     def _check_rewards(self, steps_done: int, sampled: ScoredSamples, drawn: int) -> None:
@@ -562,16 +635,19 @@ class Rollouts:
             with self._add_seconds("generate"):
                 if drawn is None:
                     missing = wanted - len(kept)
-                    drawn = self._draw(missing // size, steps_done, position)
+                    drawn = self._draw(missing // size, steps_done, position, version=steps_done)
                 prompt_ids = drawn.prompt_ids
                 row_ids = drawn.row_ids
                 completions = drawn.completions
+                # The sampler is free now. It goes on while the rewards of this rollout are computed.
+                self.begin_due()
                 sampler_gap = drawn.sampler_gap
-                if sampler_gap is None:
+                if not self.algorithm.lookahead:
                     sampler_gap = self.sampler_check.gap
+                version = drawn.version
             drawn = None
             with self._add_seconds("reward"):
-                scored = self._score(self.prompts, prompt_ids, completions)
+                scored = self._score(self.prompts, prompt_ids, completions, version)
             self._learn_domains(scored.samples)
             row_samples += [_row_sample(self.prompts, row_id) for row_id in row_ids]
             position += len(prompt_ids) // size + len(row_ids)
@@ -636,9 +712,16 @@ class Rollouts:
         return self.conversations.play(starts, step, greedily)
 
     def _score(
-        self, cache: TokenCache, prompt_ids: list[int], completions: list[Completion]
+        self,
+        cache: TokenCache,
+        prompt_ids: list[int],
+        completions: list[Completion],
+        version: int | None,
     ) -> ScoredSamples:
-        """Return the completions of some prompts of `cache` with their rewards. Collective."""
+        """Return the completions of some prompts of `cache` with their rewards. Collective.
+
+        `version`: of the weights that sampled them, see `Sample.version`.
+        """
         if not prompt_ids:
             return ScoredSamples([], {}, {})
         prompts = []
@@ -666,6 +749,7 @@ class Rollouts:
                 reward=reward,
                 applies=score.applies,
                 turns=self._rewarded_turns(completion, score.outcome - penalty),
+                version=version,
             )
             samples.append(sample)
         parts = {}
@@ -823,7 +907,8 @@ class Rollouts:
             prompt_ids = list(range(len(cache)))
             keys = [(prompt_id, 0) for prompt_id in prompt_ids]
             completions = self._sample(cache, prompt_ids, keys, step, True)
-            sampled = self._score(cache, prompt_ids, completions)
+            version = None if self._server_keeps_weights else step
+            sampled = self._score(cache, prompt_ids, completions, version)
             samples += sampled.samples
             set_sums: dict[str, float] = {}
             if self.comparison is not None:
@@ -922,6 +1007,7 @@ class Rollouts:
             shares=shares,
             failures=sampled.failures,
             sampler_gap=sampled.sampler_gap,
+            staleness=self._staleness(last_step, samples),
             lost_servers=self.lost_servers(),
             trained=trained,
             **_length_metrics(samples),
@@ -937,6 +1023,22 @@ class Rollouts:
         shown = [self._describe_sample(sample) for sample in samples[:MOST_SHOWN]]
         self.emit(Completions(step=last_step, completions=shown, trained=trained))
 
+    def _staleness(self, last_step: int, samples: list[Sample]) -> int | None:
+        """Return the steps between the weights that sampled a rollout and its first step.
+
+        None if nothing is sampled ahead, or if the version of the weights is not known. The samples of
+        a rollout have the same version.
+
+        Args:
+            last_step: The last optimizer step that is trained on the rollout.
+            samples: The samples of the rollout, at least one.
+        """
+        version = samples[0].version
+        if version is None or not self.algorithm.lookahead:
+            return None
+        first_step = last_step - self.algorithm.steps_per_rollout
+        return first_step - version
+
     def _describe_sample(self, sample: Sample) -> dict[str, Any]:
         """Return a sample as the event of completions shows it."""
         completion = sample.completion
@@ -947,11 +1049,17 @@ class Rollouts:
             "domain": sample.domain,
             "ended": completion.ended,
             "tokens": completion.length,
+            "version": sample.version,
         }
         if isinstance(completion, Conversation):
             description["messages"] = shorten_messages(completion)
             description["failure"] = completion.failure
         return description
+
+
+def _states(pending: list[PendingRollout]) -> list[dict[str, Any]]:
+    """Wait for the completions of all pending rollouts, and return them as a checkpoint holds them."""
+    return [rollout.state() for rollout in pending]
 
 
 def _prompt_tokens(cache: TokenCache, prompt_id: int) -> list[int]:

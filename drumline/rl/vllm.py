@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections.abc import Callable
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from drumline.rl.generate import (
     Completion,
     Request,
     Weights,
+    copy_to_host,
     request_seed,
     require_room,
 )
@@ -294,6 +296,14 @@ class InProcessVLLM:
             parameters.append(SamplingParams(**options))
         outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
         return [_to_completion(output.outputs[0]) for output in outputs]
+
+    def hold(self, weights: Weights) -> Callable[[], None]:
+        """Keep all weights in host memory, and return the function that replaces the engine's by them.
+
+        Collective if the iterator is; the function is not.
+        """
+        held = copy_to_host(weights, {})
+        return lambda: self.refresh(iter(held))
 
     def refresh(self, weights: Weights) -> None:
         """Replace all weights. Collective if the iterator is."""

@@ -277,8 +277,12 @@ class Rollout(Event, kind="rollout"):
     infer_s: float  # seconds for log-probs, values and the reference's log-probs
     train_s: float  # seconds of the steps that trained on it
     # Mean difference of log-probs (nats) between the generator and the policy, on a probe after the
-    # weights were sent; null if the policy itself samples, or a server keeps its own weights.
+    # weights were sent; null if the policy itself samples, if a server keeps its own weights, or if
+    # the weights were sent later (`ahead` above 1).
     sampler_gap: float | None = None
+    # Optimizer steps between the weights that sampled it and the first step that trains on it; null if
+    # nothing is sampled ahead, or a server keeps its own weights.
+    staleness: int | None = None
     # Address of a server that was lost and is not back yet → why.
     lost_servers: Mapping[str, str] | None = None
     # Whether steps trained on it. If its rewards end the run, none does and `step` is not reached.

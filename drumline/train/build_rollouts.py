@@ -124,6 +124,7 @@ def build_rollouts(
         kl=algorithm.kl,
         sample=generate,
         sample_ahead=generate.sample_ahead,
+        begin_due=generate.begin_due,
         sampler_check=check,
         lost_servers=generate.lost_servers,
         rewards=Rewards(spec.rewards, Path(plan.base_dir), spec.reward_workers),

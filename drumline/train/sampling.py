@@ -35,7 +35,14 @@ from drumline.models.scores import language_weights
 from drumline.models.shards import Values
 from drumline.models.tokenizer import load_tokenizer
 from drumline.plan.plan import Plan
-from drumline.rl.build import RolloutFiles, build_generator, greedy_generator, lost_servers
+from drumline.rl.ahead import BackgroundSampling, ScheduledSampling
+from drumline.rl.build import (
+    Refresh,
+    RolloutFiles,
+    build_generator,
+    greedy_generator,
+    lost_servers,
+)
 from drumline.rl.generate import (
     Completion,
     Generator,
@@ -69,10 +76,10 @@ class TextGeneration:
     # How the model reads the images of prompts; None if it reads text alone.
     vision: Vision | None = None
     _generator: Generator | None = None
-    # The background generation that `sample_ahead` started last; None before the first.
-    _background_sampling: CheckedSampling | None = None
+    # The rollouts that `sample_ahead` has begun or will begin.
+    _background: BackgroundSampling = field(default_factory=BackgroundSampling)
     # Copies new weights into the generator; None if that uses the engine's own.
-    _refresh: Callable[[Any], None] | None = None
+    _refresh: Refresh | None = None
 
     def __call__(self, requests: list[Request], step: int, greedily: bool) -> list[Completion]:
         """Return a completion of each request, in their order, the same on every rank.
@@ -97,15 +104,28 @@ class TextGeneration:
             current = greedy_generator(current)
         return CheckedSampling(current, requests, step).finish()
 
-    def sample_ahead(self, requests: list[Request], step: int) -> CheckedSampling:
+    def sample_ahead(self, requests: list[Request], step: int) -> ScheduledSampling:
         """Generate completions in a thread, with the current weights, while training goes on.
 
-        Collective.
+        If earlier rollouts are still being sampled, the weights are set aside until its turn, see
+        `rl.ahead`; such a hand-over is not checked, since the policy has moved on by then. Collective.
         """
-        self._background_sampling = CheckedSampling(
-            self._current_generator(), requests, step, in_background=True
-        )
-        return self._background_sampling
+        if self._background.is_free():
+            generator = self._current_generator()
+            begin = partial(_begin_in_background, generator, None, requests, step)
+            scheduled = self._background.add(begin)
+            self._background.begin_next()
+            return scheduled
+        assert self._generator is not None, "it has sampled the rollout before"
+        hand_over: Callable[[], None] | None = None
+        if self._refresh is not None:
+            hand_over = self._refresh.hold(self._new_weights())
+        begin = partial(_begin_in_background, self._generator, hand_over, requests, step)
+        return self._background.add(begin)
+
+    def begin_due(self) -> None:
+        """Begin the next rollout of `sample_ahead` if the sampler is free. Collective; does not wait."""
+        self._background.begin_due()
 
     def lost_servers(self) -> dict[str, str]:
         """Return the url of each server that is lost → why, as this rank knows it."""
@@ -123,10 +143,9 @@ class TextGeneration:
 
         Raises TrainingStopped if they did not arrive.
         """
-        if self._background_sampling is not None:
-            # A thread may still generate with the weights that are about to be replaced, and servers can
-            # only be checked for these weights as long as they have them.
-            self._background_sampling.finish()
+        # A thread may still generate with the weights that are about to be replaced, and servers can only be
+        # checked for these weights as long as they have them.
+        self._background.finish()
         unsharded: Any = None
         if not self.ahead:
             unsharded = self.engine.unsharded_model()
@@ -211,6 +230,21 @@ class TextGeneration:
             adapters.inject(model, config.adapter, config.run.seed)
         Values(source, self.device, config.run.seed).fill(model)
         return model
+
+
+def _begin_in_background(
+    generator: Generator,
+    hand_over: Callable[[], None] | None,
+    requests: list[Request],
+    step: int,
+) -> CheckedSampling:
+    """Begin to generate completions in a thread. Collective.
+
+    `hand_over`: gives the generator the weights that were set aside; None: it has the right ones.
+    """
+    if hand_over is not None:
+        hand_over()
+    return CheckedSampling(generator, requests, step, in_background=True)
 
 
 def tokenizer_of(plan: Plan) -> Any:

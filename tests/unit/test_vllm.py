@@ -312,6 +312,36 @@ def test_new_weights_reach_the_server_through_a_folder(
     assert asked == HAND_OVER * 3
 
 
+@pytest.mark.slow
+def test_weights_wait_as_files_while_a_server_samples_by_others(
+    server: StubServer, model: Path, tmp_path: Path
+) -> None:
+    config = c.VLLMGenerator(url=server.url, max_new_tokens=12)
+    learned = read_model(model)
+    made, refresh = make_generator(config, run_dir=tmp_path)
+    folder = tmp_path / "rollout-weights"
+    expected = []
+    waiting = []
+
+    for turn in range(3):
+        change_weights(learned, turn)
+        expected.append(sample_here(learned, turn))
+        waiting.append(refresh.hold(learned.named_parameters(remove_duplicate=False)))
+
+    # As for an evaluation, which uses the present weights while others wait.
+    change_weights(learned, 3)
+    refresh(learned.named_parameters(remove_duplicate=False))
+
+    assert len(list(folder.iterdir())) == 4
+    assert_same(made.generate(REQUESTS, 3), sample_here(learned, 3))
+
+    for turn, hand_over in enumerate(waiting):
+        hand_over()
+        assert_same(made.generate(REQUESTS, turn), expected[turn])
+
+    assert len(list(folder.iterdir())) == 1, "those that were used are gone"
+
+
 def test_weights_that_cannot_be_handed_over_are_one_line(
     server: StubServer, model: Path, tmp_path: Path
 ) -> None:

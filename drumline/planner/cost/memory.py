@@ -883,6 +883,25 @@ def generates_with_weight_copy(layout: Layout) -> bool:
     return isinstance(generator, ContinuousGenerator) and needs_autocast
 
 
+def held_weights_bytes(layout: Layout, facts: ModelFacts) -> int:
+    """Return the most bytes of weights that a rank has set aside in host memory for later rollouts.
+
+    With `algorithm.ahead: N` the sampler works on one of N pending rollouts, and the weights of the
+    others wait (`rl.ahead`). Those for servers wait as files. A copy of the model takes weights in its
+    own type, and vLLM in this process takes them as the policy stores them.
+    """
+    rollout = layout.config.algorithm.rollout
+    if rollout is None or rollout.lookahead < 2:
+        return 0
+    bytes_of_entry = PRECISION_BYTES[layout.precision]
+    if isinstance(rollout.generator, ServerGenerator):
+        if rollout.generator.url:
+            return 0
+        bytes_of_entry = entry_bytes(layout)
+    waiting = rollout.lookahead - 1
+    return math.ceil(waiting * bytes_of_entry * facts.parameters)
+
+
 def generator_of(layout: Layout) -> Generator | None:
     """Return what samples completions, in rollouts or at evaluations; None if nothing does."""
     rollout = layout.config.algorithm.rollout
@@ -945,9 +964,9 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
     moved = 0
     if layout.device == "cuda":
         moved = offloaded_bytes(layout, facts)
-    between = own.between + PROCESS + moved
+    between = own.between + PROCESS + moved + held_weights_bytes(layout, facts)
     if layout.device == "cpu":
-        training = peak + PROCESS + moved
+        training = peak + PROCESS + moved + held_weights_bytes(layout, facts)
     else:
         training = between
     during_save = between

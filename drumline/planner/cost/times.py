@@ -221,7 +221,11 @@ def _activation_offload(
 
 
 def _samples_on_server_ahead(layout: Layout) -> bool:
-    """Return whether rollouts run ahead of the steps, on a server elsewhere."""
+    """Return whether rollouts run ahead of the steps, on a server elsewhere.
+
+    How far ahead makes no difference to the mean: the slower of both sides sets the pace, and a longer
+    queue evens out rollouts that take longer than others.
+    """
     rollout = layout.config.algorithm.rollout
     if rollout is None or not rollout.lookahead:
         return False

@@ -1,0 +1,115 @@
+"""Sample rollouts in the background, one after another, each with the weights that the schedule names.
+
+With `algorithm.ahead: N`, rollout r is sampled with the weights that rollout r − 1 − N left behind, and
+the first N + 1 rollouts with the initial weights (`scheduled_version`). It depends on no clock, so a
+run that is killed and resumed learns from the same episodes.
+
+The sampler holds one version of the weights. A request that is under way when weights change would mix
+two versions, so the next version is handed over only when all requests of the rollout before are
+finished. Training does not wait for that. The weights are set aside when their step is done, in host
+memory or as files that servers read. At the end of each later step all ranks ask each other whether the
+sampler is free. The time of a hand-over depends on the clock, but what is sampled by it does not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from drumline.dist.reduce import gather_from_ranks
+from drumline.rl.generate import Completion
+from drumline.rl.restarts import CheckedSampling
+
+# Hands over the weights, and begins to sample in the background. Collective.
+Begin = Callable[[], CheckedSampling]
+
+
+def scheduled_version(first_step: int, ahead: int, steps_per_rollout: int) -> int:
+    """Return the version of the weights that sample a rollout: the steps after which they were exported.
+
+    Args:
+        first_step: Optimizer steps of the run before the first one that learns from the rollout.
+        ahead: The key `algorithm.ahead`, in rollouts.
+        steps_per_rollout: Optimizer steps that learn from a rollout.
+    """
+    return max(0, first_step - ahead * steps_per_rollout)
+
+
+class ScheduledSampling:
+    """The completions of a rollout whose turn to be sampled has come, or will come."""
+
+    def __init__(self, begin_next: Callable[[], None]) -> None:
+        """Wait for its turn. `begin_next`: see `BackgroundSampling.begin_next`."""
+        self._begin_next = begin_next
+        # None: its turn has not come yet.
+        self.sampling: CheckedSampling | None = None
+
+    def finish(self) -> list[Completion]:
+        """Return all completions, in the order of the requests, on every rank. Collective.
+
+        Rollouts that come before it are sampled first. Otherwise like `CheckedSampling.finish`.
+        """
+        while self.sampling is None:
+            self._begin_next()
+        return self.sampling.finish()
+
+
+class WaitingRollout(NamedTuple):
+    """A rollout that is to be sampled later, by weights that were set aside for it."""
+
+    begin: Begin
+    scheduled: ScheduledSampling
+
+
+class BackgroundSampling:
+    """Samples rollouts in the background, one at a time, in the order in which they were added.
+
+    All ranks add the same rollouts, and call the collective methods in the same order.
+    """
+
+    def __init__(self) -> None:
+        # The rollout that was begun last; None before the first.
+        self._begun: CheckedSampling | None = None
+        self._waiting: deque[WaitingRollout] = deque()
+
+    def is_free(self) -> bool:
+        """Return whether a rollout that is added now could begin at once. Collective."""
+        return not self._waiting and self._is_finished_everywhere()
+
+    def add(self, begin: Begin) -> ScheduledSampling:
+        """Add a rollout at the end of the queue, and return its completions to come."""
+        scheduled = ScheduledSampling(self.begin_next)
+        self._waiting.append(WaitingRollout(begin, scheduled))
+        return scheduled
+
+    def begin_due(self) -> None:
+        """Begin the next rollout if the one before it is finished on all ranks. Collective.
+
+        It does not wait, and costs nothing if no rollout is waiting.
+        """
+        if self._waiting and self._is_finished_everywhere():
+            self.begin_next()
+
+    def begin_next(self) -> None:
+        """Wait until the rollout before is sampled, and begin the next one. Collective."""
+        self.finish()
+        # The rollout's weights are freed when `begin` has handed them over.
+        begin, scheduled = self._waiting.popleft()
+        self._begun = begin()
+        scheduled.sampling = self._begun
+
+    def finish(self) -> None:
+        """Wait until the rollout that was begun last is sampled. Collective.
+
+        Raises what `CheckedSampling.finish` does. Servers are checked for the weights of this rollout,
+        which must happen before they get others.
+        """
+        if self._begun is not None:
+            self._begun.finish()
+
+    def _is_finished_everywhere(self) -> bool:
+        """Return whether no rank samples any longer. Collective, unless all ranks know it already."""
+        if self._begun is None or self._begun.is_checked:
+            return True
+        return all(gather_from_ranks(self._begun.is_finished))
