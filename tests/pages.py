@@ -24,6 +24,7 @@ TASKS = (
     "distill_on_policy",
     "grpo",
     "grpo_tools",
+    "environment_packages",
     "rollout_servers",
     "vision_language",
     "embedding_model",

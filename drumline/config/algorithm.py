@@ -29,6 +29,7 @@ from drumline.config.model import Head, ModelConfig
 from drumline.config.optimizer import OptimizerConfig
 from drumline.config.registry import Registered, Spec
 from drumline.config.rollouts import (
+    REWARDING_ENVIRONMENTS,
     CurriculumConfig,
     Environment,
     Generator,
@@ -523,8 +524,8 @@ class SamplingSpec(ChunkedSpec):
     )
     environment: Environment | None = Field(
         None,
-        description="What answers the model's turns, in processes of its own; null: an episode is one completion. With kind: class the"
-        " default of rewards is environment.",
+        description="What answers the model's turns, in processes of its own; null: an episode is one completion. With any kind"
+        " but tools the default of rewards is environment.",
     )
     epochs: int = Field(1, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
     minibatches: int = Field(
@@ -543,11 +544,11 @@ class SamplingSpec(ChunkedSpec):
     @model_validator(mode="before")
     @classmethod
     def _rewarded_by_environment(cls, values: Any) -> Any:
-        """Take the rewards of a class as environment if no others are given."""
+        """Take the environment's rewards, if it gives some and no others are given."""
         if not isinstance(values, dict) or "rewards" in values:
             return values
         environment = values.get("environment")
-        if isinstance(environment, dict) and environment.get("kind") == "class":
+        if isinstance(environment, dict) and environment.get("kind") in REWARDING_ENVIRONMENTS:
             return {**values, "rewards": [{"kind": "environment"}]}
         return values
 
@@ -564,11 +565,12 @@ class SamplingSpec(ChunkedSpec):
             raise ValueError(
                 "ahead samples while this rollout is learned from, and all ranks meet after each turn of an environment: leave one out"
             )
-        gives_rewards = environment is not None and environment.kind == "class"
+        gives_rewards = environment is not None and environment.gives_rewards
         asks_for_rewards = any(reward.kind == "environment" for reward in self.rewards)
         if asks_for_rewards and not gives_rewards:
             raise ValueError(
-                "a reward of kind environment needs `environment: {kind: class}`, which gives rewards"
+                "a reward of kind environment needs an environment that gives rewards, such as"
+                " `environment: {kind: class}`"
             )
         return self
 

@@ -6,7 +6,7 @@ This module does not import torch.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -334,6 +334,12 @@ Generator = Annotated[
 
 
 class _Environment(Section):
+    # Whether it gives rewards.
+    gives_rewards: ClassVar[bool] = True
+    # Whether it gives its only reward at the end of an episode, so that it must hear of an end that it
+    # did not choose.
+    scores_at_end: ClassVar[bool] = False
+
     turns: int = Field(8, gt=0, le=10**4, description="Most turns of the model in an episode.")
     max_tokens: Count = Field(
         description="Most tokens of an episode behind its prompt, those of the model and of the environment together. The model gets"
@@ -357,9 +363,16 @@ class ClassEnvironment(_Environment):
         default_factory=dict, description="Keyword arguments of the class."
     )
 
+    @property
+    def code(self) -> tuple[str, ...]:
+        """What a process of the environment imports."""
+        return (self.path,)
+
 
 class ToolsEnvironment(_Environment):
     """Python functions that the model may call; an episode ends with a turn without a call."""
+
+    gives_rewards: ClassVar[bool] = False
 
     kind: Literal["tools"] = "tools"
     functions: tuple[PathText, ...] = Field(
@@ -368,8 +381,71 @@ class ToolsEnvironment(_Environment):
         " become the JSON schema that the chat template shows the model.",
     )
 
+    @property
+    def code(self) -> tuple[str, ...]:
+        """What a process of the environment imports."""
+        return self.functions
 
-Environment = Annotated[ClassEnvironment | ToolsEnvironment, Field(discriminator="kind")]
+
+class VerifiersEnvironment(_Environment):
+    """An environment of the package verifiers, whose rubric scores whole episodes."""
+
+    scores_at_end: ClassVar[bool] = True
+
+    kind: Literal["verifiers"] = "verifiers"
+    id: PathText = Field(
+        description="What `verifiers.load_environment` loads: the name of an installed environment, or of a file beside the YAML"
+        " (without .py) that has a function load_environment. It needs the package verifiers, older than 0.4."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of load_environment."
+    )
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """What a process of the environment imports."""
+        return (self.id,)
+
+
+class OpenEnvEnvironment(_Environment):
+    """A server of the package openenv, on which each episode has a session of its own."""
+
+    kind: Literal["openenv"] = "openenv"
+    url: PathText = Field(description="http://HOST:PORT of the server.")
+    action: PathText = Field(
+        description="The field of an action that gets the text of the model's turn. Or `module:function` or `file.py:function` (relative"
+        " to the YAML), which gets the model's message {role, content} and returns an action as a dictionary."
+    )
+    observation: PathText = Field(
+        description="The field of an observation that the model reads. Or a function, which gets an observation as a dictionary and"
+        " returns a text. That of `reset` stands behind the row's prompt."
+    )
+    columns: tuple[str, ...] = Field(
+        (),
+        description="Columns of the row that the server's `reset` gets by their names, besides `seed`.",
+    )
+
+    @model_validator(mode="after")
+    def _check_url(self) -> OpenEnvEnvironment:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError("url begins with http:// or https://")
+        if "seed" in self.columns:
+            raise ValueError("the server's reset gets a seed of its own: take seed out of columns")
+        return self
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """What a process of the environment imports."""
+        functions = [path for path in (self.action, self.observation) if ":" in path]
+        return ("openenv", *functions)
+
+
+Environment = Annotated[
+    ClassEnvironment | ToolsEnvironment | VerifiersEnvironment | OpenEnvEnvironment,
+    Field(discriminator="kind"),
+]
+# Kinds whose rewards are the default of `rewards`.
+REWARDING_ENVIRONMENTS = ("class", "verifiers", "openenv")
 
 
 class KLConfig(Section):

@@ -188,6 +188,9 @@ def _absent_of_rollout(event: dict[str, Any]) -> set[str]:
     # None: the policy itself sampled, so there is no gap in log-probs to another generator.
     if event.get("sampler_gap") is None:
         absent.add("sampler_gap")
+    # None: nothing is sampled ahead.
+    if event.get("staleness") is None:
+        absent.add("staleness")
     # A run of gkd may have no rewards at all.
     if event.get("rewards") == {}:
         absent.add("reward")

@@ -877,6 +877,22 @@ def _rollout_line(event: events.Rollout) -> str:
     parts += _conversation_parts(event)
     if event.from_rows:
         parts.append(f"completions of rows {event.from_rows}")
+    parts += _sampler_parts(event)
+    if event.lost_servers:
+        lost = ", ".join(event.lost_servers)
+        parts.append(f"lost: {lost}")
+    parts.append(_rollout_seconds(event))
+    numbers = " · ".join(parts)
+    head = f"rollout for steps up to {event.step}"
+    # Older versions do not write it; only False means that no step learned from the rollout.
+    if event.trained is False:
+        head += " (not trained on)"
+    return f"{head}: {numbers}"
+
+
+def _sampler_parts(event: events.Rollout) -> list[str]:
+    """Return how far the weights that sampled a rollout are from the policy; empty if it sampled itself."""
+    parts = []
     if event.sampler_gap is not None:
         parts.append(f"sampler off by {event.sampler_gap:.2g} nats")
     if event.staleness:
@@ -888,16 +904,7 @@ def _rollout_line(event: events.Rollout) -> str:
         log_ratio = _format_number(event.metrics["sampler_log_ratio"], ".2g")
         largest = _format_number(event.metrics.get("sampler_log_ratio_max"), ".2g")
         parts.append(f"log-ratio to the sampler {log_ratio}, at most {largest}")
-    if event.lost_servers:
-        lost = ", ".join(event.lost_servers)
-        parts.append(f"lost: {lost}")
-    parts.append(_rollout_seconds(event))
-    numbers = " · ".join(parts)
-    head = f"rollout for steps up to {event.step}"
-    # Older versions do not write it; only False means that no step learned from the rollout.
-    if event.trained is False:
-        head += " (not trained on)"
-    return f"{head}: {numbers}"
+    return parts
 
 
 def _conversation_parts(event: events.Rollout) -> list[str]:

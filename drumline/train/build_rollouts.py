@@ -169,13 +169,8 @@ def build_conversations(
     if config is None:
         return None
     environments = Environments(config, Path(plan.base_dir))
-    tokenizer = generate.tokenizer
-    chat = ChatTurns(
-        tokenizer,
-        plan.config.data,
-        environments.tools(),
-        reads_calls=config.kind == "tools",
-    )
+    tools = environments.tools()
+    chat = ChatTurns(generate.tokenizer, plan.config.data, tools, reads_calls=bool(tools))
     return Conversations(
         sample=generate,
         sample_again=generate.sample_again,
@@ -186,6 +181,7 @@ def build_conversations(
         max_new_tokens=spec.generator.max_new_tokens,
         max_tokens=config.max_tokens,
         max_length=plan.config.data.max_length,
+        scores_at_end=config.scores_at_end,
     )
 
 

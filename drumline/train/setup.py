@@ -139,7 +139,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     # The data.
     data = _prepare_data(config, policy, base_dir, dry_run, on_progress)
     if rollout is not None:
-        _check_prompts(rollout, config, base_dir, data)
+        _check_prompts(rollout, config, base_dir, data, tokenizer)
 
     # The devices, and how the work is spread over them.
     machine = request.machine or detect()
@@ -160,7 +160,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
 
 
 def _check_clients(config: Config) -> None:
-    """Raise the errors of rewards, generators and servers that can be found without asking them."""
+    """Raise the errors of rewards, generators, servers and environments that can be found without asking them."""
     rollout = config.algorithm.rollout
     teaching = config.algorithm.teaching
     has_served_teacher = teaching is not None and teaching.served_teacher is not None
@@ -172,6 +172,7 @@ def _check_clients(config: Config) -> None:
         rewards.require_installed(rollout.rewards)
         vllm.require_installed(rollout.generator)
         servers.require_addresses(rollout.generator)
+        environments.require_installed(rollout.environment)
     if teaching is not None:
         servers.require_addresses(teaching.teacher)
 
@@ -465,12 +466,17 @@ def _check_eval_metric(config: Config, labels: tuple[str, ...]) -> None:
 
 
 def _check_prompts(
-    rollout: SamplingSpec, config: Config, base_dir: Path, data: DataPlan | None
+    rollout: SamplingSpec,
+    config: Config,
+    base_dir: Path,
+    data: DataPlan | None,
+    tokenizer: Any,
 ) -> None:
     """Raise ConfigError or PlanError if rewards, environment or curriculum do not fit the prompts.
 
     Rewards are called with the columns of a row, and a curriculum weighs domains. `data`: None if
-    they are not prepared, in a dry run.
+    they are not prepared, in a dry run. `tokenizer`: its chat template must show an environment's
+    tools.
     """
     columns = None
     if data is not None:
@@ -480,7 +486,8 @@ def _check_prompts(
             columns.add("messages")
     rewards.check_importable(rollout.rewards, base_dir.absolute(), columns)
     if rollout.environment is not None:
-        environments.check_importable(rollout.environment, base_dir.absolute())
+        tools = environments.check_importable(rollout.environment, base_dir.absolute())
+        require_template(tokenizer, reads_calls=bool(tools))
     has_function = any(reward.kind == "function" for reward in rollout.rewards)
     if has_function and columns is not None and "completion" in columns:
         notes(

@@ -63,7 +63,7 @@ class GKDConfig(SamplingSpec, TeachingSpec):
     rewards: Annotated[list[Reward], RefusesNull("leave it out for none")] = Field(
         default_factory=list,
         description="Computed for the model's completions and reported; nothing is learned from them. Default: none, or environment if"
-        " the environment is of kind class.",
+        " there is an environment of another kind than tools.",
     )
 
     @model_validator(mode="after")

@@ -1,0 +1,37 @@
+"""What an episode of an environment is to the process that it lives in. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+WHERE = "algorithm.environment"
+
+
+class BadReply(Exception):
+    """An environment returned something else than it should."""
+
+
+class Episode(Protocol):
+    """An episode of an environment.
+
+    Attributes:
+        tool_calls: Number of calls of the last turn, those that could not be read included.
+        tool_errors: Number of them that failed.
+    """
+
+    tool_calls: int
+    tool_errors: int
+
+    def reset(self, row: dict[str, Any]) -> Any:
+        """Begin, and return the messages before the model's first turn."""
+
+    def step(self, message: dict[str, Any]) -> Any:
+        """Return (messages, reward or None, done) for the model's message."""
+
+    def finish(self) -> Any:
+        """Return what `step` returns. The rank has ended the episode after the last `step`."""
+
+
+# Begins an episode, and the JSON schemas of the tools that it has.
+Loaded = tuple[Callable[[], Episode], list[dict[str, Any]]]
