@@ -283,10 +283,10 @@ class VLLMGenerator(ServerGenerator):
     def _reads_its_keys(self) -> VLLMGenerator:
         """Refuse keys of servers for an engine in each rank, and keys of that engine for servers."""
         if self.url is None:
-            unread = ("timeout_seconds", "weights", "folder")
+            unread = ["timeout_seconds", "weights", "folder"]
             fix = "is of servers: set url, or take it out"
         else:
-            unread = ("memory",)
+            unread = ["memory"]
             fix = "is of an engine in each rank, and url names servers: take one of them out"
         for name in unread:
             if getattr(self, name) != type(self).model_fields[name].default:

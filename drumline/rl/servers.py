@@ -197,9 +197,9 @@ class Server:
             raise self.fault(f"{what}: {first_line(error)}", fix) from None
         status = answer.status_code
         if not answer.is_success:
-            fix = (fixes or {}).get(status)
+            fix_of_status = (fixes or {}).get(status)
             message = f"{what} was answered {status}: {_reason(answer)}"
-            raise self.fault(message, fix, is_refusal=status in REFUSALS, status=status)
+            raise self.fault(message, fix_of_status, is_refusal=status in REFUSALS, status=status)
         return answer.text
 
     def request_if_offered(

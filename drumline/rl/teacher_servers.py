@@ -185,16 +185,16 @@ class TeacherServers(ServerClient):
     def _read_place(self, server: Server, given: dict[str, dict[str, Any]]) -> list[float]:
         """Return the ids of a place's likeliest tokens, their log-probs, and that of all others.
 
-        Raises MalformedAnswer for what is no distribution, and ServerError for a
-        token that the trained model does not have.
+        Raises MalformedAnswer for what is no distribution, and ServerError for a token that the trained
+        model does not have.
 
         Args:
             server: The server.
             given: Token id → its log-prob. The text's own token may be there besides the likeliest.
         """
         log_probs = {}
-        for token, about in given.items():
-            log_probs[int(token)] = float(about["logprob"])
+        for name, about in given.items():
+            log_probs[int(name)] = float(about["logprob"])
         if len(log_probs) < self.choices:
             raise MalformedAnswer(f"{len(log_probs)} tokens at a place, of {self.choices}")
         likeliest = sorted(log_probs.items(), key=lambda pair: -pair[1])[: self.choices]
