@@ -1026,13 +1026,15 @@ class Rollouts:
     def _staleness(self, last_step: int, samples: list[Sample]) -> int | None:
         """Return the steps between the weights that sampled a rollout and its first step.
 
-        None if nothing is sampled ahead, or if the version of the weights is not known. The samples of
-        a rollout have the same version.
+        None if nothing is sampled ahead, if the version of the weights is not known, or if nothing was
+        sampled. The samples of a rollout have the same version.
 
         Args:
             last_step: The last optimizer step that is trained on the rollout.
-            samples: The samples of the rollout, at least one.
+            samples: The samples of the rollout.
         """
+        if not samples:
+            return None
         version = samples[0].version
         if version is None or not self.algorithm.lookahead:
             return None
