@@ -23,7 +23,12 @@ from drumline.plan.plan import Plan
 from drumline.rl.generate import rank_and_world_size
 from drumline.rl.teacher_servers import TaughtText, TeacherServers
 from drumline.train.sampling import tokenizer_of
-from drumline.train.teachers import Answer, ChoiceTable, answers_of_all, vocabulary_entries
+from drumline.train.teacher_table import (
+    Answer,
+    ChoiceTable,
+    answers_of_all,
+    vocabulary_entries,
+)
 
 # Samples of a cache that each rank asks about before the ranks exchange their answers.
 SAMPLES_OF_ROUND = 64
