@@ -175,21 +175,21 @@ class RolloutEpisode:
         None: the rollout has ended. Raises BadReply for a request that does not go on from the last.
         """
         assert self.rollout is not None, "reset has begun it"
-        asked = self.loop.create_task(self.client.requests.get())
-        first = asyncio.wait({self.rollout, asked}, return_when=asyncio.FIRST_COMPLETED)
+        next_request = self.loop.create_task(self.client.requests.get())
+        first = asyncio.wait({self.rollout, next_request}, return_when=asyncio.FIRST_COMPLETED)
         self.loop.run_until_complete(first)
-        if not asked.done():
-            asked.cancel()
+        if not next_request.done():
+            next_request.cancel()
             return None
-        prompt, tools = asked.result()
+        prompt, tools = next_request.result()
         if tools != [schema["function"]["name"] for schema in tool_schemas(self.environment)]:
             raise BadReply("has other tools in this row than in others")
         messages = as_dictionaries(prompt)
-        said = [(message["role"], message["content"]) for message in messages]
+        turns = [(message["role"], message["content"]) for message in messages]
         size = len(self.known)
-        if said[:size] != self.known:
+        if turns[:size] != self.known:
             raise BadReply("changed earlier messages; an episode can only grow")
-        self.known = said
+        self.known = turns
         return messages[size:]
 
 
