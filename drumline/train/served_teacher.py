@@ -117,10 +117,11 @@ class RolloutTeacher:
         starts = [0] * world_size
         parts = [rows_of_ranks[0][:0]]
         for index, text in enumerate(texts):
-            asked = index % world_size
-            start = starts[asked]
-            starts[asked] = start + len(text.places)
-            parts.append(rows_of_ranks[asked][start : starts[asked]])
+            # The texts were divided over the ranks in turn.
+            text_rank = index % world_size
+            start = starts[text_rank]
+            starts[text_rank] = start + len(text.places)
+            parts.append(rows_of_ranks[text_rank][start : starts[text_rank]])
         return np.concatenate(parts)
 
     def ask(self, micro_batches: list[Any]) -> list[Teacher]:
