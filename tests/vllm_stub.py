@@ -43,6 +43,8 @@ FIRST_VERSION = "default"
 
 class StubServer(ThreadingHTTPServer):
     daemon_threads = True
+    # Ranks connect with many threads at once. With Python's 5 places some would be turned away.
+    request_queue_size = 128
     # The path that is asked for completions.
     completions = "/v1/completions"
 
