@@ -52,7 +52,7 @@ $(ENVIRONMENTS)/.done: constraints.txt | setup-dev
 	@test -x $(ENVIRONMENTS)/bin/python || { echo "setting up $(ENVIRONMENTS) (once)"; $(BIN)/python -m venv $(ENVIRONMENTS); }
 	@for place in $(ENVIRONMENTS)/lib/python*/site-packages; do \
 		$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$place/base.pth; done
-	@$(ENVIRONMENTS)/bin/pip install -qq --disable-pip-version-check --no-compile 'verifiers<0.4' openenv
+	@$(ENVIRONMENTS)/bin/pip install -qq --disable-pip-version-check --no-compile 'verifiers>=0.3,<0.4' openenv
 	@touch $@
 
 environments: setup-dev $(ENVIRONMENTS)/.done

@@ -395,7 +395,7 @@ class VerifiersEnvironment(_Environment):
     kind: Literal["verifiers"] = "verifiers"
     id: PathText = Field(
         description="What `verifiers.load_environment` loads: the name of an installed environment, or of a file beside the YAML"
-        " (without .py) that has a function load_environment. It needs the package verifiers, older than 0.4."
+        " (without .py) that has a function load_environment. It needs version 0.3 of the package verifiers."
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments of load_environment."

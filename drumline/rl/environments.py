@@ -36,7 +36,7 @@ from drumline.system import heartbeat
 MOST_AT_ONCE = 16
 # Kind of an environment → the package that it needs, and how to install it.
 PACKAGES = {
-    "verifiers": ("verifiers", "pip install 'verifiers<0.4'"),
+    "verifiers": ("verifiers", "pip install 'verifiers>=0.3,<0.4'"),
     "openenv": ("openenv", "pip install openenv"),
 }
 

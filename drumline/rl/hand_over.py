@@ -84,8 +84,8 @@ class WeightFolder:
     def refresh(self, weights: Weights) -> None:
         """Hand over the weights. Collective; it returns once the servers have them, on all ranks.
 
-        Raises on all ranks: EnvironmentFault if the folder cannot be written, and DrumlineError if no
-        server takes the weights. In the first hand-over each server must take them.
+        Raises on all ranks if the folder cannot be written or no server takes the weights: the error
+        itself on rank 0, DrumlineError on the others. In the first hand-over each server must take them.
         """
         hand_over = self.hold(weights)
         hand_over()

@@ -32,8 +32,6 @@ if not hasattr(vf, "MultiTurnEnv"):
     )
 types: Any = import_quietly("verifiers.types")
 _Client: Any = vf.Client
-# The columns of a row that are Drumline's own.
-OWN_COLUMNS = ("messages",)
 
 
 class RankClient(_Client):
@@ -150,7 +148,8 @@ class RolloutEpisode:
         prompt = row["messages"]
         if isinstance(row["prompt"], str) and self.environment.system_prompt:
             prompt = [{"role": "system", "content": self.environment.system_prompt}, *prompt]
-        values = {name: value for name, value in row.items() if name not in OWN_COLUMNS}
+        # verifiers calls the messages `prompt`.
+        values = {name: value for name, value in row.items() if name != "messages"}
         return {"example_id": 0, **values, "prompt": prompt}
 
     async def _play(self, values: dict[str, Any]) -> float:

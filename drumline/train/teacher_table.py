@@ -1,4 +1,4 @@
-"""The table of a teacher's choices at all learned tokens of a token cache, on disk beside the cache.
+"""Tables of a teacher's choices at learned tokens: on disk beside a token cache, or of one rollout in memory.
 
 Letters of shapes: M learned tokens of a sample; T of a whole cache; K choices of each token,
 L = K + 1 log-probabilities, and J = K + L numbers of a token, which are packed in one row.
@@ -37,7 +37,9 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class ChoiceTable:
-    """A teacher's choices at all T learned tokens of a cache, on disk.
+    """A teacher's choices at each of T learned tokens, sample after sample.
+
+    The arrays are memory maps of files beside a cache, or in memory for the episodes of a rollout.
 
     `ids`: int32[T, K]. `log_probs`: fp32[T, L]. `first_tokens`: int64[N + 1], where the tokens of each
     sample begin, and the end of all.

@@ -6,6 +6,7 @@ CI does not have the package, whose requirements are some 200 MB. `make environm
 from __future__ import annotations
 
 import random
+import runpy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from drumline.errors import EnvironmentFault
 from drumline.rl.environments import Environments, Reply
 from drumline.rl.episodes import BadReply
 from tests.guessing import ANSWER, make_app
+from tests.harness import ROOT
 from tests.loopback import free_ports, until
 
 pytest.importorskip("openenv", reason="openenv is not installed: make environments")
@@ -26,13 +28,13 @@ pytestmark = pytest.mark.slow
 ROW = {"prompt": "Guess.", "messages": [{"role": "user", "content": "Guess."}], "answer": ANSWER}
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """The address of a server."""
+@contextmanager
+def serve(app: Any) -> Iterator[str]:
+    """The address of a server of an app."""
     import uvicorn
 
     (port,) = free_ports(1)
-    config = uvicorn.Config(make_app(), host="127.0.0.1", port=port, log_level="warning")
+    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -40,6 +42,13 @@ def url() -> Iterator[str]:
     yield f"http://127.0.0.1:{port}"
     server.should_exit = True
     thread.join()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """The address of a server of the game in tests.guessing."""
+    with serve(make_app()) as address:
+        yield address
 
 
 def environment(url: str, **options: Any) -> OpenEnvEnvironment:
@@ -111,3 +120,18 @@ def test_a_server_that_is_not_there_is_refused() -> None:
     (port,) = free_ports(1)
     with pytest.raises(EnvironmentFault, match="no server of OpenEnv can be reached"):
         load_session(environment(f"http://127.0.0.1:{port}"), Path())
+
+
+def test_the_example_is_a_game_in_each_session() -> None:
+    path = ROOT / "examples" / "openenv" / "server.py"
+    with serve(runpy.run_path(str(path))["app"]) as url:
+        options = {"action": "guess", "observation": "hint", "columns": []}
+        with session(url, **options) as first, session(url, **options) as second:
+            for episode in (first, second):
+                random.seed(5)
+                assert episode.reset(ROW) == user("Guess.\n\nYou have four guesses.")
+            replies = [first.step(say(f"Is it {number}?")) for number in range(1, 10)]
+            assert replies.count((user("Right."), 1.0, True)) == 1
+            assert replies.count((user("Wrong. Guess again."), 0.0, False)) == 8
+            number = replies.index((user("Right."), 1.0, True)) + 1
+            assert second.step(say(str(number))) == (user("Right."), 1.0, True), "one seed"

@@ -58,7 +58,7 @@ class GKDConfig(SamplingSpec, TeachingSpec):
         gt=0,
         le=1,
         description="Share of the prompts that the model completes itself (λ of GKD). For the others it learns from the completion in the"
-        " row. run.seed and the prompt's position in the data decide which prompts these are.",
+        " row. run.seed and the prompt's place in the order of the run decide which prompts these are.",
     )
     rewards: Annotated[list[Reward], RefusesNull("leave it out for none")] = Field(
         default_factory=list,
