@@ -1,8 +1,8 @@
 """Sample rollouts in the background, one after another, each with the weights that the schedule names.
 
 With `algorithm.ahead: N`, rollout r is sampled with the weights that rollout r − 1 − N left behind, and
-the first N + 1 rollouts with the initial weights (`scheduled_version`). It depends on no clock, so a
-run that is killed and resumed learns from the same episodes.
+the first N + 1 rollouts with the initial weights. It depends on no clock, so a run that is killed and
+resumed learns from the same episodes.
 
 The sampler holds one version of the weights. A request that is under way when weights change would mix
 two versions, so the next version is handed over only when all requests of the rollout before are
@@ -24,17 +24,6 @@ from drumline.rl.restarts import CheckedSampling
 
 # Hands over the weights, and begins to sample in the background. Collective.
 Begin = Callable[[], CheckedSampling]
-
-
-def scheduled_version(first_step: int, ahead: int, steps_per_rollout: int) -> int:
-    """Return the version of the weights that sample a rollout: the steps after which they were exported.
-
-    Args:
-        first_step: Optimizer steps of the run before the first one that learns from the rollout.
-        ahead: The key `algorithm.ahead`, in rollouts.
-        steps_per_rollout: Optimizer steps that learn from a rollout.
-    """
-    return max(0, first_step - ahead * steps_per_rollout)
 
 
 class ScheduledSampling:

@@ -22,6 +22,7 @@ from drumline.rl.generate import (
     Weights,
 )
 from drumline.rl.hand_over import AdapterFiles, WeightFolder
+from drumline.rl.restarts import restore_none
 from drumline.rl.servers import ServedGenerator, Server
 from drumline.rl.sglang import RemoteSGLang
 from drumline.rl.vllm import InProcessVLLM, RemoteVLLM
@@ -38,6 +39,9 @@ class Refresh:
     # Sets the weights aside, and returns the function that hands them over. The function may be
     # collective, too.
     hold: Callable[[Weights], Callable[[], None]]
+    # Hands the weights over again to servers that do not have them, and returns their urls. Collective,
+    # see `WeightFolder.restore_weights`.
+    restore: Callable[[], list[str]] = restore_none
 
     def __call__(self, weights: Weights) -> None:
         """Hand over the weights."""
@@ -149,8 +153,8 @@ def _servers(
     if config.folder is not None:
         folder = Path(config.folder)
     weight_folder = WeightFolder(remote, folder.absolute(), dtype, files.adapter)
-    remote.restore_weights = weight_folder.restore_weights
-    return remote, Refresh(weight_folder.refresh, weight_folder.hold)
+    refresh = Refresh(weight_folder.refresh, weight_folder.hold, weight_folder.restore_weights)
+    return remote, refresh
 
 
 def greedy_generator(generator: Any) -> Generator:

@@ -43,7 +43,7 @@ from drumline.config.rollouts import (
 )
 from drumline.errors import ConfigError
 from drumline.foreign import class_and_line
-from drumline.rl.episodes import WHERE, BadReply, Episode, Loaded
+from drumline.rl.episodes import WHERE, BadReply, Episode, LoadedEnvironment
 from drumline.rl.reward_worker import LONGEST_REASON, load_or_refuse, open_channel
 from drumline.rl.rewards import LARGEST_REWARD, LONGEST_ANSWER, Channel
 from drumline.rl.tool_calls import Call
@@ -127,24 +127,24 @@ def main(fd: int) -> None:
         channel.send({"token": request["token"], **answer})
 
 
-def _load(task: dict[str, Any]) -> Loaded:
-    """Return what begins an episode. Raises ConfigError or EnvironmentFault."""
+def _load(task: dict[str, Any]) -> LoadedEnvironment:
+    """Return the environment of a task. Raises ConfigError or EnvironmentFault."""
     adapter: TypeAdapter[Environment] = TypeAdapter(Environment)
     config = adapter.validate_python(task["environment"])
     base_dir = Path(task["base_dir"])
     if isinstance(config, ToolsEnvironment):
         tools = ToolBox(load_tools(config.functions, base_dir, f"{WHERE}.functions"))
-        return lambda: ToolsEpisode(tools), tools.schemas
+        return LoadedEnvironment(lambda: ToolsEpisode(tools), tools.schemas)
     if isinstance(config, ClassEnvironment):
-        return _load_class(config, base_dir), []
+        return LoadedEnvironment(_load_class(config, base_dir), [])
     # Each of these modules imports a package that may not be installed.
     if isinstance(config, OpenEnvEnvironment):
-        from drumline.rl.openenv import load_session
+        from drumline.rl import openenv
 
-        return load_session(config, base_dir), []
-    from drumline.rl.verifiers import load_rollout
+        return openenv.load_environment(config, base_dir)
+    from drumline.rl import verifiers
 
-    return load_rollout(config, base_dir)
+    return verifiers.load_environment(config, base_dir)
 
 
 def _load_class(config: ClassEnvironment, base_dir: Path) -> Callable[[], Episode]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 WHERE = "algorithm.environment"
 
@@ -33,5 +33,10 @@ class Episode(Protocol):
         """Return what `step` returns. The rank has ended the episode after the last `step`."""
 
 
-# Begins an episode, and the JSON schemas of the tools that it has.
-Loaded = tuple[Callable[[], Episode], list[dict[str, Any]]]
+class LoadedEnvironment(NamedTuple):
+    """An environment whose code is imported."""
+
+    # Returns an episode before its `reset`.
+    start_episode: Callable[[], Episode]
+    # The JSON schemas of the tools that an episode has; empty without any.
+    tool_schemas: list[dict[str, Any]]

@@ -14,7 +14,7 @@ from drumline.config.rollouts import OpenEnvEnvironment
 from drumline.errors import EnvironmentFault
 from drumline.foreign import import_quietly, require_package
 from drumline.rl.environments import PACKAGES
-from drumline.rl.episodes import WHERE, BadReply, Episode
+from drumline.rl.episodes import WHERE, BadReply, LoadedEnvironment
 
 _PACKAGE, _FIX = PACKAGES["openenv"]
 require_package(_PACKAGE, WHERE, _FIX)
@@ -93,8 +93,8 @@ class SessionEpisode:
         return text
 
 
-def load_session(config: OpenEnvEnvironment, base_dir: Path) -> Callable[[], Episode]:
-    """Return a function that begins an episode.
+def load_environment(config: OpenEnvEnvironment, base_dir: Path) -> LoadedEnvironment:
+    """Return the environment of a server, which has no tools.
 
     `base_dir`: the folder of the YAML. Raises ConfigError for a function that cannot be imported, and
     EnvironmentFault if no server accepts a connection.
@@ -112,7 +112,7 @@ def load_session(config: OpenEnvEnvironment, base_dir: Path) -> Callable[[], Epi
     else:
         read = _observation_by_field(config.observation)
     _require_server(config.url)
-    return lambda: SessionEpisode(config, make_action, read)
+    return LoadedEnvironment(lambda: SessionEpisode(config, make_action, read), [])
 
 
 def _action_by_field(name: str) -> MakeAction:

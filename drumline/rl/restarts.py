@@ -6,22 +6,18 @@ weights that it was started with.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from drumline.errors import DrumlineError
 from drumline.rl.generate import WHERE, Completion, DistributedSampling, Generator, Request
-from drumline.rl.servers import ServedGenerator
 
 # A batch of requests is sampled at most this many times, and then the run gives its servers up.
 MOST_SAMPLINGS = 3
 
 
-def restore_weights(generator: Generator) -> list[str]:
-    """Hand the present weights over again to servers that do not have them, and return their urls.
-
-    Collective, see `WeightFolder.restore_weights`. There are none if no server is handed weights.
-    """
-    if not isinstance(generator, ServedGenerator) or generator.restore_weights is None:
-        return []
-    return generator.restore_weights()
+def restore_none() -> list[str]:
+    """Return no urls, for a generator without servers, and for servers that keep their own weights."""
+    return []
 
 
 class CheckedSampling:
@@ -33,12 +29,22 @@ class CheckedSampling:
     """
 
     def __init__(
-        self, generator: Generator, requests: list[Request], step: int, in_background: bool = False
+        self,
+        generator: Generator,
+        requests: list[Request],
+        step: int,
+        in_background: bool = False,
+        restore_weights: Callable[[], list[str]] = restore_none,
     ) -> None:
-        """Begin to sample. The arguments are those of `DistributedSampling`."""
+        """Begin to sample. The first arguments are those of `DistributedSampling`.
+
+        `restore_weights`: hands the present weights over again to servers that do not have them, and
+        returns their urls. Collective.
+        """
         self.generator = generator
         self.requests = requests
         self.step = step
+        self.restore_weights = restore_weights
         self._first_sampling = DistributedSampling(generator, requests, step, in_background)
         self._completions: list[Completion] | None = None
 
@@ -65,7 +71,7 @@ class CheckedSampling:
     def _sample_until_checked(self) -> list[Completion]:
         """Return the completions of the first sampling whose servers all had the present weights."""
         completions = self._first_sampling.result
-        outdated = restore_weights(self.generator)
+        outdated = self.restore_weights()
         samplings = 1
         while outdated:
             if samplings == MOST_SAMPLINGS:
@@ -76,5 +82,5 @@ class CheckedSampling:
                 )
             completions = DistributedSampling(self.generator, self.requests, self.step).result
             samplings += 1
-            outdated = restore_weights(self.generator)
+            outdated = self.restore_weights()
         return completions

@@ -46,7 +46,7 @@ from drumline.dist.reduce import gather_from_ranks
 from drumline.dist.seeds import derive
 from drumline.errors import TrainingStopped
 from drumline.plan.plan import Plan
-from drumline.rl.ahead import ScheduledSampling, scheduled_version
+from drumline.rl.ahead import ScheduledSampling
 from drumline.rl.conversations import Conversation, Conversations, Start, row_for_environment
 from drumline.rl.curriculum import Curriculum
 from drumline.rl.generate import Completion, Request, rank_and_world_size
@@ -223,10 +223,10 @@ class PendingRollout:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], scheduled_version: int) -> PendingRollout:
+    def from_state(cls, state: Mapping[str, Any], default_version: int) -> PendingRollout:
         """Return the rollout whose method `state` returned this.
 
-        `scheduled_version`: the version of its weights if `state` does not have it.
+        `default_version`: the version of its weights if `state` does not have it.
         """
 
         def complete() -> list[Completion]:
@@ -238,7 +238,7 @@ class PendingRollout:
             complete,
             state.get("sampler_gap"),
             state.get("row_ids", ()),
-            state.get("version", scheduled_version),
+            state.get("version", default_version),
         )
 
 
@@ -257,7 +257,8 @@ def load_pending(
     """
     if isinstance(states, Mapping):
         states = [states]
-    version = scheduled_version(steps_done, 1, steps_per_rollout)
+    # Older checkpoints sampled one rollout ahead.
+    version = max(0, steps_done - steps_per_rollout)
     return deque(PendingRollout.from_state(state, version) for state in states)
 
 

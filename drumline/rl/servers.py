@@ -487,9 +487,6 @@ class ServedGenerator(ServerClient):
         super().__init__(config.urls, config.timeout_seconds, WHERE)
         # The first part of the versions of this run's weights. A server may have those of another run.
         self.version_prefix = f"drumline-{uuid.uuid4().hex[:8]}"
-        # Hands the present weights over again to servers that were restarted, and returns their urls.
-        # Collective. None: the servers keep their own weights.
-        self.restore_weights: Callable[[], list[str]] | None = None
 
     @property
     def max_sequence_length(self) -> int | None:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from drumline.config.algorithm import TeachingSpec
 from drumline.config.teachers import ServedTeacher
 from drumline.rl.servers import MOST_ANSWER, Server, ServerClient, ServerKind
 
@@ -64,14 +63,12 @@ class TeacherServers(ServerClient):
         needed_version="it takes vLLM 0.22 or later",
     )
 
-    def __init__(
-        self, config: ServedTeacher, teaching: TeachingSpec, tokenizer: Any, vocabulary: int
-    ) -> None:
+    def __init__(self, config: ServedTeacher, top_k: int, tokenizer: Any, vocabulary: int) -> None:
         """Connect to all servers, and check that each one serves the teacher.
 
         Args:
             config: The section `algorithm.teacher`.
-            teaching: The section `algorithm`, with `top_k`.
+            top_k: The key `algorithm.top_k`.
             tokenizer: The tokenizer of the trained model.
             vocabulary: Entries of the trained model's vocabulary.
 
@@ -82,7 +79,7 @@ class TeacherServers(ServerClient):
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
         # One entry at least is left for all others, as in `models.choices`.
-        self.choices = min(teaching.top_k, vocabulary - 1)
+        self.choices = min(top_k, vocabulary - 1)
         super().__init__(config.urls, config.timeout_seconds, WHERE)
 
     def ask(self, texts: Sequence[TaughtText]) -> npt.NDArray[np.float32]:
@@ -131,18 +128,18 @@ class TeacherServers(ServerClient):
         tokens = self.tokenizer.encode(TOKENIZER_PROBES[0], add_special_tokens=False)
         text = TaughtText(tokens, list(range(1, len(tokens))))
         fix = f"start it with --max-logprobs {self.choices}, or lower algorithm.top_k"
-        self._ask_about(server, text, fix, seconds)
+        self._ask_about(server, text, {400: fix}, seconds)
 
     def _ask_about(
         self,
         server: Server,
         text: TaughtText,
-        fix: str | None = None,
+        fixes: dict[int, str] | None = None,
         seconds: float | None = None,
     ) -> npt.NDArray[np.float32]:
         """Return the packed choices of a text's places, fp32[M, K + L].
 
-        Raises ServerError for an answer without them. `fix`: how to mend a refusal.
+        Raises ServerError for an answer without them. `fixes`: see `Server.request`.
         `seconds`: the most that the answer may take; None: `timeout_seconds`.
         """
         self._require_room(server, len(text.tokens))
@@ -154,7 +151,6 @@ class TeacherServers(ServerClient):
             "temperature": 0.0,
             "prompt_logprobs": self.choices,
         }
-        fixes = {} if fix is None else {400: fix}
         path = "/v1/completions"
         answer = server.request(path, body, fixes, seconds)
         try:

@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from drumline.config.rollouts import VerifiersEnvironment
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline.foreign import import_quietly, require_package
 from drumline.rl.environments import PACKAGES
-from drumline.rl.episodes import WHERE, BadReply, Loaded
+from drumline.rl.episodes import WHERE, BadReply, LoadedEnvironment
 
 _PACKAGE, _FIX = PACKAGES["verifiers"]
 require_package(_PACKAGE, WHERE, _FIX)
@@ -251,7 +252,7 @@ def tool_schemas(environment: Any) -> list[dict[str, Any]]:
     return schemas
 
 
-def load_environment(id: str, options: dict[str, Any], where: str) -> Any:
+def import_environment(id: str, options: dict[str, Any], where: str) -> Any:
     """Return what `verifiers.load_environment` loads. Raises ConfigError for whatever it raises."""
     load: Callable[[], Any] = partial(vf.load_environment, id, **options)
     environment = run_user_code(load, id, where, doing="loading")
@@ -261,19 +262,20 @@ def load_environment(id: str, options: dict[str, Any], where: str) -> Any:
     return environment
 
 
-def load_rollout(config: VerifiersEnvironment, base_dir: Path) -> Loaded:
-    """Return what begins an episode, and the JSON schemas of the tools.
+def load_environment(config: VerifiersEnvironment, base_dir: Path) -> LoadedEnvironment:
+    """Return the environment that a config names.
 
     `base_dir`: the folder of the YAML. Raises ConfigError.
     """
     if str(base_dir) not in sys.path:
         sys.path.append(str(base_dir))  # at the end: it shadows nothing
     where = f"{WHERE}.id"
-    environment = load_environment(config.id, config.options, where)
+    environment = import_environment(config.id, config.options, where)
     if environment.requires_group_rollouts:
         what = f"{config.id} compares the episodes of a group, and here each is scored alone"
         raise ConfigError(what, where=where, fix="take rewards of one episode")
-    return partial(RolloutEpisode, environment), tool_schemas(environment)
+    start_episode = partial(RolloutEpisode, environment)
+    return LoadedEnvironment(start_episode, tool_schemas(environment))
 
 
 def load_rows(
@@ -295,14 +297,12 @@ def load_rows(
     where = "data"
     if split not in ("train", "eval"):
         raise ConfigError(f"there is no split {split!r}", where=where, fix="train or eval")
-    environment = load_environment(id, options or {}, where)
+    environment = import_environment(id, options or {}, where)
     if split == "train":
         dataset = environment.get_dataset()
     else:
         dataset = environment.get_eval_dataset()
-    for number, row in enumerate(dataset):
-        if number == size:
-            return
+    for row in islice(dataset, size):
         prompt = []
         for message in row["prompt"]:
             # A table has all keys of any message in each of them.

@@ -46,11 +46,12 @@ from drumline.rl.build import (
 from drumline.rl.generate import (
     Completion,
     Generator,
+    HFGenerator,
     Request,
     VisionPrompts,
 )
 from drumline.rl.hand_over import AdapterFiles
-from drumline.rl.restarts import CheckedSampling, restore_weights
+from drumline.rl.restarts import CheckedSampling
 from drumline.rl.sampler_check import SamplerCheck
 from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Samples
@@ -75,11 +76,12 @@ class TextGeneration:
     check: SamplerCheck | None = None
     # How the model reads the images of prompts; None if it reads text alone.
     vision: Vision | None = None
-    _generator: Generator | None = None
+    # Made by the first call that needs it.
+    _generator: Generator | None = field(default=None, init=False)
     # The rollouts that `sample_ahead` has begun or will begin.
-    _background: BackgroundSampling = field(default_factory=BackgroundSampling)
+    _background: BackgroundSampling = field(default_factory=BackgroundSampling, init=False)
     # Copies new weights into the generator; None if that uses the engine's own.
-    _refresh: Refresh | None = None
+    _refresh: Refresh | None = field(default=None, init=False)
 
     def __call__(self, requests: list[Request], step: int, greedily: bool) -> list[Completion]:
         """Return a completion of each request, in their order, the same on every rank.
@@ -89,7 +91,7 @@ class TextGeneration:
         current = self._current_generator()
         if greedily:
             current = greedy_generator(current)
-        return CheckedSampling(current, requests, step).finish()
+        return self._start_sampling(current, requests, step).finish()
 
     def sample_again(self, requests: list[Request], step: int, greedily: bool) -> list[Completion]:
         """Return a completion of each request by the weights of the last call.
@@ -99,10 +101,10 @@ class TextGeneration:
         assert self._generator is not None, "the first turn was sampled by `__call__`"
         current = self._generator
         # An environment may have taken long. A server that was restarted since does not know an adapter.
-        restore_weights(current)
+        self._restore_weights()
         if greedily:
             current = greedy_generator(current)
-        return CheckedSampling(current, requests, step).finish()
+        return self._start_sampling(current, requests, step).finish()
 
     def sample_ahead(self, requests: list[Request], step: int) -> ScheduledSampling:
         """Generate completions in a thread, with the current weights, while training goes on.
@@ -112,7 +114,7 @@ class TextGeneration:
         """
         if self._background.is_free():
             generator = self._current_generator()
-            begin = partial(_begin_in_background, generator, None, requests, step)
+            begin = partial(self._begin_in_background, generator, None, requests, step)
             scheduled = self._background.add(begin)
             self._background.begin_next()
             return scheduled
@@ -120,7 +122,7 @@ class TextGeneration:
         hand_over: Callable[[], None] | None = None
         if self._refresh is not None:
             hand_over = self._refresh.hold(self._new_weights())
-        begin = partial(_begin_in_background, self._generator, hand_over, requests, step)
+        begin = partial(self._begin_in_background, self._generator, hand_over, requests, step)
         return self._background.add(begin)
 
     def begin_due(self) -> None:
@@ -136,7 +138,39 @@ class TextGeneration:
 
         Collective. A caller that changes something on it must put it back.
         """
-        return getattr(self._current_generator(), "model")  # noqa: B009 - generators in process have one
+        generator = self._current_generator()
+        assert isinstance(generator, HFGenerator), "vLLM and servers do not hand out their model"
+        return generator.model
+
+    def _start_sampling(
+        self, generator: Generator, requests: list[Request], step: int, in_background: bool = False
+    ) -> CheckedSampling:
+        """Begin to generate completions with the generator's weights. Collective."""
+        return CheckedSampling(generator, requests, step, in_background, self._restore_weights)
+
+    def _begin_in_background(
+        self,
+        generator: Generator,
+        hand_over: Callable[[], None] | None,
+        requests: list[Request],
+        step: int,
+    ) -> CheckedSampling:
+        """Begin to generate completions in a thread. Collective.
+
+        `hand_over`: gives the generator the weights that were set aside; None: it has the right ones.
+        """
+        if hand_over is not None:
+            hand_over()
+        return self._start_sampling(generator, requests, step, in_background=True)
+
+    def _restore_weights(self) -> list[str]:
+        """Hand the present weights over again to servers that were restarted, and return their urls.
+
+        Collective.
+        """
+        if self._refresh is None:
+            return []
+        return self._refresh.restore()
 
     def _current_generator(self) -> Generator:
         """Return the generator with the current weights. Collective.
@@ -150,25 +184,29 @@ class TextGeneration:
         if not self.ahead:
             unsharded = self.engine.unsharded_model()
         if self._generator is None:
-            prompts_with_images = None
-            if self.vision is not None:
-                arguments = partial(image_arguments, vision=self.vision)
-                prompts_with_images = VisionPrompts(arguments, self.vision.token_id)
-            self._generator, self._refresh = build_generator(
-                self.config,
-                self.tokenizer,
-                self.plan.config.run.seed,
-                unsharded,
-                self._copy,
-                LOW_PRECISION.get(self.plan.precision),
-                self._files(),
-                prompts_with_images,
-            )
+            self._generator, self._refresh = self._build_generator(unsharded)
         if self._refresh is not None:
             self._refresh(self._new_weights())
             if self.check is not None:
                 self.check.compare(self._generator)
         return self._generator
+
+    def _build_generator(self, unsharded: Any | None) -> tuple[Generator, Refresh | None]:
+        """Return the generator, and what hands it new weights, see `build_generator`."""
+        prompts_with_images = None
+        if self.vision is not None:
+            arguments = partial(image_arguments, vision=self.vision)
+            prompts_with_images = VisionPrompts(arguments, self.vision.token_id)
+        return build_generator(
+            self.config,
+            self.tokenizer,
+            self.plan.config.run.seed,
+            unsharded,
+            self._copy,
+            LOW_PRECISION.get(self.plan.precision),
+            self._files(),
+            prompts_with_images,
+        )
 
     def _files(self) -> RolloutFiles:
         """Return what vLLM reads from disk."""
@@ -230,21 +268,6 @@ class TextGeneration:
             adapters.inject(model, config.adapter, config.run.seed)
         Values(source, self.device, config.run.seed).fill(model)
         return model
-
-
-def _begin_in_background(
-    generator: Generator,
-    hand_over: Callable[[], None] | None,
-    requests: list[Request],
-    step: int,
-) -> CheckedSampling:
-    """Begin to generate completions in a thread. Collective.
-
-    `hand_over`: gives the generator the weights that were set aside; None: it has the right ones.
-    """
-    if hand_over is not None:
-        hand_over()
-    return CheckedSampling(generator, requests, step, in_background=True)
 
 
 def tokenizer_of(plan: Plan) -> Any:

@@ -23,12 +23,8 @@ from drumline.plan.plan import Plan
 from drumline.rl.generate import rank_and_world_size
 from drumline.rl.teacher_servers import TaughtText, TeacherServers
 from drumline.train.sampling import tokenizer_of
-from drumline.train.teacher_table import (
-    Answer,
-    ChoiceTable,
-    answers_of_all,
-    vocabulary_entries,
-)
+from drumline.train.teacher_table import Answer, ChoiceTable, answers_of_all
+from drumline.train.vocabulary import vocabulary_entries
 
 # Samples of a cache that each rank asks about before the ranks exchange their answers.
 SAMPLES_OF_ROUND = 64
@@ -41,7 +37,7 @@ def connect(plan: Plan, served: ServedTeacher) -> TeacherServers:
     """
     teaching = plan.config.algorithm.teaching
     assert teaching is not None, "the algorithm has a teacher"
-    return TeacherServers(served, teaching, tokenizer_of(plan), vocabulary_entries(plan))
+    return TeacherServers(served, teaching.top_k, tokenizer_of(plan), vocabulary_entries(plan))
 
 
 def answers_of_cache(
@@ -114,15 +110,14 @@ class RolloutTeacher:
         own = [text for text in texts[rank::world_size] if text.places]
         rows_RJ = copy_to_device(self.device, torch.from_numpy(self.servers.ask(own)))
         rows_of_ranks = [part.cpu().numpy() for part in rows_of_all(rows_RJ)]
-        starts = [0] * world_size
-        parts = [rows_of_ranks[0][:0]]
-        for index, text in enumerate(texts):
-            # The texts were divided over the ranks in turn.
-            text_rank = index % world_size
-            start = starts[text_rank]
-            starts[text_rank] = start + len(text.places)
-            parts.append(rows_of_ranks[text_rank][start : starts[text_rank]])
-        return np.concatenate(parts)
+        lengths = [len(text.places) for text in texts]
+        parts: list[Any] = [None] * len(texts)
+        for rank_of_texts, rows in enumerate(rows_of_ranks):
+            # The texts were divided over the ranks in turn. The last part is empty.
+            stops = np.cumsum(lengths[rank_of_texts::world_size], dtype=np.int64)
+            parts[rank_of_texts::world_size] = np.split(rows, stops)[:-1]
+        no_rows = rows_of_ranks[0][:0]
+        return np.concatenate([no_rows, *parts])
 
     def ask(self, micro_batches: list[Any]) -> list[Teacher]:
         """Return what the teacher said of the episodes of each micro-batch."""

@@ -23,11 +23,10 @@ from drumline.dist.reduce import rows_of_all
 from drumline.errors import EnvironmentFault, ModelError
 from drumline.foreign import disk_errors
 from drumline.models.choices import Choices
-from drumline.models.load import load_config
-from drumline.models.vocabulary import stored_rows
 from drumline.plan.plan import Plan
 from drumline.system.files import rename_unless_there, temporary_folder
 from drumline.train.references import hash_of, hash_with_weights
+from drumline.train.vocabulary import vocabulary_entries
 
 # The packed choices of a sample at all its learned tokens, with the sample's number.
 Answer = tuple[int, npt.NDArray[np.float32]]
@@ -109,9 +108,9 @@ def write_table(answers: Iterator[Answer], cache: TokenCache, path: Path, top_k:
             choices = packed.shape[1] // 2
             if arrays is None:
                 arrays = TableArrays.create(folder, tokens, choices)
-            here = slice(*first_tokens[sample : sample + 2].tolist())
-            arrays.ids[here] = packed[:, :choices]
-            arrays.log_probs[here] = packed[:, choices:]
+            start, stop = first_tokens[sample : sample + 2].tolist()
+            arrays.ids[start:stop] = packed[:, :choices]
+            arrays.log_probs[start:stop] = packed[:, choices:]
         if arrays is None:
             # Without a sample there is no answer that tells the number of choices.
             arrays = TableArrays.create(folder, tokens, choices=1)
@@ -137,8 +136,8 @@ def answers_of_all(
         rows_RJ: Their packed choices at all learned tokens, end to end: fp32[R, J].
         cache: The cache that has the samples.
     """
-    numbers = torch.tensor(own_samples, dtype=torch.int64)
-    samples_of_ranks = rows_of_all(copy_to_device(str(rows_RJ.device), numbers))
+    numbers = torch.tensor(own_samples, dtype=torch.int64, device=rows_RJ.device)
+    samples_of_ranks = rows_of_all(numbers)
     rows_of_ranks = rows_of_all(rows_RJ)
     for samples, gathered_RJ in zip(samples_of_ranks, rows_of_ranks, strict=True):
         packed = gathered_RJ.cpu().numpy()
@@ -186,14 +185,6 @@ def _new_array(path: Path, dtype: Any, shape: tuple[int, int]) -> Any:
             with path.open("r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     return array
-
-
-def vocabulary_entries(plan: Plan) -> int:
-    """Return the rows of the head of the trained model."""
-    config = load_config(plan.model_path, plan.config.model)
-    rows = stored_rows(config)
-    assert rows is not None, "a language model has a vocabulary"
-    return rows
 
 
 def table_key(plan: Plan, folder: str) -> str:

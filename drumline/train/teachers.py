@@ -46,9 +46,9 @@ from drumline.train.teacher_table import (
     ChoiceTable,
     answers_of_all,
     table_key,
-    vocabulary_entries,
     write_table,
 )
+from drumline.train.vocabulary import vocabulary_entries
 
 # Takes micro-batches, and returns what the teacher says of each.
 Ask = Callable[[list[Any]], list[Teacher]]

@@ -41,7 +41,7 @@ def vllm(model_dir: str, out: Path, urls: list[str]) -> dict[str, Any]:
     refresh(model.named_parameters(remove_duplicate=False))
     requests = [Request([5, 6, 7 + index], (index, 0)) for index in range(5)]
     local = HFGenerator(c.HFGenerator(max_new_tokens=8), model, tokenizer, 3)
-    sampled = CheckedSampling(made, requests, step=2).finish()
+    sampled = CheckedSampling(made, requests, 2, restore_weights=refresh.restore).finish()
     found: dict[str, Any] = {
         "made": [completion.tokens for completion in sampled],
         "expected": [completion.tokens for completion in local.generate(requests, 2)],

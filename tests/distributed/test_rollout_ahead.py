@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.rl.ahead import scheduled_version
 from drumline.rl.generate import request_seed
 from tests.distributed.ranks import run_plans
 from tests.distributed.setups import EIGHT_BY_TWO, SAVED_TWICE, UNSAVED, copy_checkpoint, plan_in
@@ -45,7 +44,8 @@ SOURCES = [
 SEED = 3
 STEP = ("loss", "grad_norm", "tokens", "importance_mean", "ratio_max")
 ROLLOUT = ("reward", "length", "drawn", "staleness")
-# The versions of the weights that sample the five rollouts: steps after which they were exported.
+# The versions of the weights that sample the five rollouts: steps after which they were exported, which
+# are max(0, first step − AHEAD × STEPS_PER_ROLLOUT).
 VERSIONS = [0, 0, 0, 2, 4]
 
 
@@ -106,18 +106,6 @@ def alone(root: Path) -> Path:
 
 def figures(run: Path, kind: str, keys: tuple[str, ...]) -> list[list[Any]]:
     return [[event[key] for key in keys] for event in events(run, kind)]
-
-
-def test_the_schedule() -> None:
-    def versions(ahead: int, steps_per_rollout: int) -> list[int]:
-        first_steps = range(0, 5 * steps_per_rollout, steps_per_rollout)
-        return [scheduled_version(step, ahead, steps_per_rollout) for step in first_steps]
-
-    assert versions(0, 2) == [0, 2, 4, 6, 8]
-    assert versions(1, 2) == [0, 0, 2, 4, 6]
-    assert versions(AHEAD, STEPS_PER_ROLLOUT) == VERSIONS
-    assert versions(3, 1) == [0, 0, 0, 0, 1]
-    assert versions(8, 1) == [0] * 5
 
 
 def test_a_rollout_is_sampled_by_the_weights_of_the_schedule(alone: Path) -> None:

@@ -149,7 +149,7 @@ def test_a_server_that_has_its_first_weights_again_gets_the_present_ones(
     refresh(learned.named_parameters(remove_duplicate=False))
     # As after a restart that nobody has seen.
     server.restore()
-    completions = CheckedSampling(made, REQUESTS, 5).finish()
+    completions = CheckedSampling(made, REQUESTS, 5, restore_weights=refresh.restore).finish()
 
     assert mean_gap(learned, completions) < ROUNDING
 
@@ -303,7 +303,7 @@ def test_a_server_gives_a_teacher_s_log_probs(server: RealServer) -> None:
         if places:
             texts.append(TaughtText(request.tokens, places))
 
-    servers = TeacherServers(served, teaching, tokenizer, vocabulary)
+    servers = TeacherServers(served, top_k, tokenizer, vocabulary)
     packed = servers.ask(texts)
     wanted = expected_choices(model, texts, top_k)
 
@@ -318,7 +318,5 @@ def test_a_server_gives_a_teacher_s_log_probs(server: RealServer) -> None:
     assert is_same.mean() > 0.95
 
     # More than vLLM's default of --max-logprobs.
-    too_many = teaching.model_copy(update={"top_k": 32})
-
     with pytest.raises(EnvironmentFault, match="--max-logprobs 32, or lower"):
-        TeacherServers(served, too_many, tokenizer, vocabulary)
+        TeacherServers(served, 32, tokenizer, vocabulary)

@@ -59,9 +59,9 @@ def environment(url: str, **options: Any) -> OpenEnvEnvironment:
 @contextmanager
 def session(url: str, **options: Any) -> Iterator[Any]:
     """An episode before its `reset`."""
-    from drumline.rl.openenv import load_session
+    from drumline.rl.openenv import load_environment
 
-    episode: Any = load_session(environment(url, **options), Path())()
+    episode: Any = load_environment(environment(url, **options), Path()).start_episode()
     yield episode
     episode.client.close()
 
@@ -115,11 +115,11 @@ def test_an_observation_without_its_field_fails(url: str) -> None:
 
 
 def test_a_server_that_is_not_there_is_refused() -> None:
-    from drumline.rl.openenv import load_session
+    from drumline.rl.openenv import load_environment
 
     (port,) = free_ports(1)
     with pytest.raises(EnvironmentFault, match="no server of OpenEnv can be reached"):
-        load_session(environment(f"http://127.0.0.1:{port}"), Path())
+        load_environment(environment(f"http://127.0.0.1:{port}"), Path())
 
 
 def test_the_example_is_a_game_in_each_session() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -14,7 +14,8 @@ from drumline.config.load import load_text
 from drumline.data.batches import Episodes
 from drumline.errors import DrumlineError, EnvironmentFault, TrainingStopped
 from drumline.rl.build import lost_servers, probe_generators
-from drumline.rl.restarts import CheckedSampling, restore_weights
+from drumline.rl.generate import Request
+from drumline.rl.restarts import CheckedSampling
 from drumline.rl.sampler_check import SamplerCheck, probe_prompts
 from drumline.rl.servers import Server, ServerPool
 from drumline.rl.vllm import RemoteVLLM
@@ -281,15 +282,30 @@ def test_servers_that_keep_their_weights_get_requests_as_soon_as_they_are_back(
     assert lost_servers(made) == {}
 
 
+class LearnedServers(NamedTuple):
+    """Servers that have learned weights."""
+
+    generator: Any
+    # A model with these weights.
+    learned: Any
+    # See `Refresh.restore`.
+    restore_weights: Callable[[], list[str]]
+
+    def sample(
+        self, requests: list[Request], step: int = 3, in_background: bool = False
+    ) -> CheckedSampling:
+        return CheckedSampling(self.generator, requests, step, in_background, self.restore_weights)
+
+
 def hand_over_to(
     servers: list[StubServer], model: Path, folder: Path, **options: Any
-) -> tuple[Any, Any]:
+) -> LearnedServers:
     """Return a generator whose servers have learned weights, and a model with these weights."""
     learned = read_model(model)
     change_weights(learned, 0)
     made, refresh = make_generator(config_of(servers, **options), run_dir=folder)
     refresh(learned.named_parameters(remove_duplicate=False))
-    return made, learned
+    return LearnedServers(made, learned, refresh.restore)
 
 
 @pytest.mark.slow
@@ -306,60 +322,60 @@ def test_what_a_server_sampled_after_an_unseen_restart_is_sampled_again(
     in_background: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    made, learned = hand_over_to(servers[:number], model, tmp_path)
+    made = hand_over_to(servers[:number], model, tmp_path)
     first = servers[0]
     first.restarts_after = restarts
 
-    sampling = CheckedSampling(made, REQUESTS, 3, in_background)
+    sampling = made.sample(REQUESTS, in_background=in_background)
 
-    assert_same(sampling.finish(), sample_here(learned, 3))
+    assert_same(sampling.finish(), sample_here(made.learned, 3))
     assert sampling.finish() is sampling.finish()
-    assert lost_servers(made) == {}
+    assert lost_servers(made.generator) == {}
     assert f"{first.url} has other weights than it was handed" in caplog.text
     assert first.loads > 1
 
     # Nothing is handed over to one that has the weights.
     loads = first.loads
 
-    assert restore_weights(made) == []
+    assert made.restore_weights() == []
     assert first.loads == loads
 
 
 def test_a_server_with_the_weights_of_another_run_gets_ours_again(
     servers: list[StubServer], model: Path, tmp_path: Path
 ) -> None:
-    made, _ = hand_over_to(servers, model, tmp_path / "one")
+    made = hand_over_to(servers, model, tmp_path / "one")
     hand_over_to(servers[1:], model, tmp_path / "other")
 
-    assert restore_weights(made) == [servers[1].url]
-    assert restore_weights(made) == []
+    assert made.restore_weights() == [servers[1].url]
+    assert made.restore_weights() == []
 
 
 def test_a_restarted_server_that_loads_no_weights_is_lost(
     servers: list[StubServer], model: Path, tmp_path: Path
 ) -> None:
-    made, learned = hand_over_to(servers, model, tmp_path)
+    made = hand_over_to(servers, model, tmp_path)
     servers[0].restart()
     servers[0].break_with = {"/collective_rpc": 404}
 
-    assert_same(CheckedSampling(made, REQUESTS, 3).finish(), sample_here(learned, 3))
-    assert "answered 404" in lost_servers(made)[servers[0].url]
+    assert_same(made.sample(REQUESTS).finish(), sample_here(made.learned, 3))
+    assert "answered 404" in lost_servers(made.generator)[servers[0].url]
 
     servers[1].restart()
     servers[1].break_with = {"/collective_rpc": 404}
 
     with pytest.raises(DrumlineError, match=rf"{servers[1].url}/collective_rpc was answered 404"):
-        CheckedSampling(made, REQUESTS, 3).finish()
+        made.sample(REQUESTS).finish()
 
 
 def test_a_server_that_loses_its_weights_again_and_again_is_one_line(
     servers: list[StubServer], model: Path, tmp_path: Path
 ) -> None:
-    made, _ = hand_over_to(servers[:1], model, tmp_path)
+    made = hand_over_to(servers[:1], model, tmp_path)
     servers[0].restarts_after = range(100)
 
     with pytest.raises(DrumlineError, match="3 times in a row — give this run servers of its own"):
-        CheckedSampling(made, REQUESTS[:1], 3).finish()
+        made.sample(REQUESTS[:1]).finish()
 
 
 def test_a_server_that_tells_no_version_is_named_once(
@@ -367,7 +383,7 @@ def test_a_server_that_tells_no_version_is_named_once(
 ) -> None:
     servers[0].tells_version = False
     servers[0].break_with = {"/update_weight_version": 422}
-    made, _ = hand_over_to(servers, model, tmp_path)
+    made = hand_over_to(servers, model, tmp_path)
 
     assert caplog.text.count("does not tell which weights it has") == 1
     assert servers[0].url in caplog.text
@@ -375,7 +391,7 @@ def test_a_server_that_tells_no_version_is_named_once(
     servers[0].restart()
     servers[1].restart()
 
-    assert restore_weights(made) == [servers[1].url]
+    assert made.restore_weights() == [servers[1].url]
 
 
 def test_all_servers_must_be_there_at_the_start(

@@ -98,7 +98,7 @@ def test_new_weights_and_lost_servers_are_as_with_vllm(model: Path, tmp_path: Pa
 
         # So quickly that no request fails.
         second.restart()
-        sampled = CheckedSampling(made, REQUESTS, 3).finish()
+        sampled = CheckedSampling(made, REQUESTS, 3, restore_weights=refresh.restore).finish()
 
         assert_same(sampled, sample_here(learned, 3))
         assert second.weight_version == first.weight_version

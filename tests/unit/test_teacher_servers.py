@@ -46,7 +46,7 @@ def connect(*servers: StubServer, vocabulary: int = ENTRIES, **options: Any) -> 
     algorithm = {"kind": "distill", "teacher": teacher, "top_k": TOP_K, **options}
     teaching = DistillConfig.model_validate(algorithm)
     assert teaching.served_teacher is not None
-    return TeacherServers(teaching.served_teacher, teaching, tiny_tokenizer(), vocabulary)
+    return TeacherServers(teaching.served_teacher, teaching.top_k, tiny_tokenizer(), vocabulary)
 
 
 def texts() -> list[TaughtText]:

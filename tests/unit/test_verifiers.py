@@ -32,9 +32,9 @@ def environment(**options: Any) -> VerifiersEnvironment:
 
 def begun(**options: Any) -> Any:
     """An episode after its `reset`."""
-    from drumline.rl.verifiers import load_rollout
+    from drumline.rl.verifiers import load_environment
 
-    begin, _ = load_rollout(environment(**options), Path())
+    begin, _ = load_environment(environment(**options), Path())
     episode = begin()
     assert episode.reset(ROW)[-1] == FIRST[-1]
     return episode
@@ -94,9 +94,9 @@ def test_an_episode_can_only_grow() -> None:
 
 
 def test_tools() -> None:
-    from drumline.rl.verifiers import load_rollout
+    from drumline.rl.verifiers import load_environment
 
-    _, (schema,) = load_rollout(environment(kind="tools"), Path())
+    _, (schema,) = load_environment(environment(kind="tools"), Path())
     assert schema["function"]["name"] == "double"
     assert "number" in schema["function"]["parameters"]["properties"]
     function = {"name": "double", "arguments": {"number": 4}}
@@ -133,8 +133,8 @@ def test_rows_are_those_of_its_dataset() -> None:
     ],
 )
 def test_what_cannot_be_loaded_is_refused(id: str, options: dict[str, Any], line: str) -> None:
-    from drumline.rl.verifiers import load_rollout
+    from drumline.rl.verifiers import load_environment
 
     config = VerifiersEnvironment(id=id, options=options, max_tokens=64)
     with pytest.raises(ConfigError, match=line):
-        load_rollout(config, Path())
+        load_environment(config, Path())

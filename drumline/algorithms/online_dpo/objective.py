@@ -20,11 +20,6 @@ from drumline.algorithms.pairs import AnswerPairs, sides
 from drumline.algorithms.policy import KLController, divergence, sum_where
 
 
-def _no_penalty() -> KLController:
-    """Return what rollouts read from every algorithm. 0: no divergence is taken off the rewards."""
-    return KLController(0.0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class OnlineDPO(AnswerPairs):
     """The losses of pairs of episodes, summed over pairs.
@@ -33,7 +28,8 @@ class OnlineDPO(AnswerPairs):
     """
 
     spec: OnlineDPOConfig
-    kl: KLController = field(default_factory=_no_penalty)
+    # `Rollouts` reads it from every algorithm. 0: no KL penalty is taken off the rewards.
+    kl: KLController = field(default_factory=lambda: KLController(0.0), init=False)
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
         """Return the loss summed over pairs, and the sums of its metrics."""
