@@ -25,7 +25,8 @@ class ServedTeacher(Section):
     model: str = Field(
         min_length=1,
         max_length=1000,
-        description="Name of the teacher there (--served-model-name). Numbers that were computed before training are kept under this name.",
+        description="Name of the teacher on the server (--served-model-name). What distill computes before training is kept under this"
+        " name, so serve changed weights under another one.",
     )
     timeout_seconds: Seconds = Field(600.0, description="The most time for one request.")
 
@@ -57,7 +58,7 @@ def _as_section(value: Any) -> Any:
 
 
 def _kind_of_teacher(value: Any) -> str:
-    """Return `server`, `base`, or `hf` for any model that has a section of its own."""
+    """Return the kind of a teacher's section: `server`, `base`, or `hf` for anything else (a model section)."""
     kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
     if kind in ("server", "base"):
         return str(kind)

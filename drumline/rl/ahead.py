@@ -1,4 +1,4 @@
-"""Sample rollouts in the background, one after another, each with the weights that the schedule names.
+"""Sample rollouts in the background, one at a time, each with the weights of a fixed optimizer step.
 
 With `algorithm.ahead: N`, rollout r is sampled with the weights that rollout r − 1 − N left behind, and
 the first N + 1 rollouts with the initial weights. It depends on no clock, so a run that is killed and
@@ -22,16 +22,19 @@ from drumline.dist.reduce import gather_from_ranks
 from drumline.rl.generate import Completion
 from drumline.rl.restarts import CheckedSampling
 
-# Hands over the weights, and begins to sample in the background. Collective.
-Begin = Callable[[], CheckedSampling]
+# Hands over the weights, and starts to sample in the background. Collective.
+StartSampling = Callable[[], CheckedSampling]
 
 
 class ScheduledSampling:
-    """The completions of a rollout whose turn to be sampled has come, or will come."""
+    """A handle to the completions of a rollout that is being sampled or waits for its turn."""
 
-    def __init__(self, begin_next: Callable[[], None]) -> None:
-        """Wait for its turn. `begin_next`: see `BackgroundSampling.begin_next`."""
-        self._begin_next = begin_next
+    def __init__(self, start_next: Callable[[], None]) -> None:
+        """Create the handle; nothing is sampled yet.
+
+        `start_next`: see `BackgroundSampling.start_next`.
+        """
+        self._start_next = start_next
         # None: its turn has not come yet.
         self.sampling: CheckedSampling | None = None
 
@@ -41,14 +44,14 @@ class ScheduledSampling:
         Rollouts that come before it are sampled first. Otherwise like `CheckedSampling.finish`.
         """
         while self.sampling is None:
-            self._begin_next()
+            self._start_next()
         return self.sampling.finish()
 
 
 class WaitingRollout(NamedTuple):
     """A rollout that is to be sampled later, by weights that were set aside for it."""
 
-    begin: Begin
+    start_sampling: StartSampling
     scheduled: ScheduledSampling
 
 
@@ -59,47 +62,47 @@ class BackgroundSampling:
     """
 
     def __init__(self) -> None:
-        # The rollout that was begun last; None before the first.
-        self._begun: CheckedSampling | None = None
+        # The rollout whose sampling was started last; None before the first.
+        self._current: CheckedSampling | None = None
         self._waiting: deque[WaitingRollout] = deque()
 
     def is_free(self) -> bool:
-        """Return whether a rollout that is added now could begin at once. Collective."""
+        """Return whether a rollout that is added now could be started at once. Collective."""
         return not self._waiting and self._is_finished_everywhere()
 
-    def add(self, begin: Begin) -> ScheduledSampling:
-        """Add a rollout at the end of the queue, and return its completions to come."""
-        scheduled = ScheduledSampling(self.begin_next)
-        self._waiting.append(WaitingRollout(begin, scheduled))
+    def add(self, start_sampling: StartSampling) -> ScheduledSampling:
+        """Add a rollout at the end of the queue, and return the handle to its completions."""
+        scheduled = ScheduledSampling(self.start_next)
+        self._waiting.append(WaitingRollout(start_sampling, scheduled))
         return scheduled
 
-    def begin_due(self) -> None:
-        """Begin the next rollout if the one before it is finished on all ranks. Collective.
+    def start_next_if_free(self) -> None:
+        """Start the next rollout if the one before it is finished on all ranks. Collective.
 
         It does not wait, and costs nothing if no rollout is waiting.
         """
         if self._waiting and self._is_finished_everywhere():
-            self.begin_next()
+            self.start_next()
 
-    def begin_next(self) -> None:
-        """Wait until the rollout before is sampled, and begin the next one. Collective."""
+    def start_next(self) -> None:
+        """Wait until the rollout before is sampled, and start the next one. Collective."""
         self.finish()
-        # The rollout's weights are freed when `begin` has handed them over.
-        begin, scheduled = self._waiting.popleft()
-        self._begun = begin()
-        scheduled.sampling = self._begun
+        # The rollout's weights are freed when `start_sampling` has handed them over.
+        start_sampling, scheduled = self._waiting.popleft()
+        self._current = start_sampling()
+        scheduled.sampling = self._current
 
     def finish(self) -> None:
-        """Wait until the rollout that was begun last is sampled. Collective.
+        """Wait until the rollout that was started last is sampled. Collective.
 
         Raises what `CheckedSampling.finish` does. Servers are checked for the weights of this rollout,
         which must happen before they get others.
         """
-        if self._begun is not None:
-            self._begun.finish()
+        if self._current is not None:
+            self._current.finish()
 
     def _is_finished_everywhere(self) -> bool:
         """Return whether no rank samples any longer. Collective, unless all ranks know it already."""
-        if self._begun is None or self._begun.is_checked:
+        if self._current is None or self._current.is_checked:
             return True
-        return all(gather_from_ranks(self._begun.is_finished))
+        return all(gather_from_ranks(self._current.is_finished))

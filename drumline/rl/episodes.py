@@ -1,4 +1,4 @@
-"""What an episode of an environment is to the process that it lives in. No torch."""
+"""The interface between an episode and the process that runs it (`environment_worker`). No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ WHERE = "algorithm.environment"
 
 
 class BadReply(Exception):
-    """An environment returned something else than it should."""
+    """An environment returned something invalid.
+
+    The message is a predicate: its subject is the environment.
+    """
 
 
 class Episode(Protocol):
@@ -30,7 +33,7 @@ class Episode(Protocol):
         """Return (messages, reward or None, done) for the model's message."""
 
     def finish(self) -> Any:
-        """Return what `step` returns. The rank has ended the episode after the last `step`."""
+        """Score an episode that the rank has cut, and return what `step` returns."""
 
 
 class LoadedEnvironment(NamedTuple):

@@ -47,9 +47,9 @@ class WeightFolder:
 
     The files have all weights of the model, or those of its adapter as PEFT writes them.
 
-    A lost server that answers again gets the weights like the others, and after that requests. A server
-    that was restarted and that nobody has missed gets them again by `restore_weights`. It is recognised
-    by the version of its weights.
+    A lost server that answers again first gets the weights, then requests. `restore_weights` finds servers
+    that restarted without any request failing, by the version of their weights, and loads the weights
+    again.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class WeightFolder:
         self.present_folder = folder
         self.version = f"{self.generator.version_prefix}-{self.hand_overs}"
         if rank_and_world_size()[0] == 0 and failure is None:
-            failure = self._load_at(self.pool.servers)
+            failure = self._load_on_servers(self.pool.servers)
             if failure is None and previous_folder is not None:
                 # Nothing reads the previous weights any more.
                 shutil.rmtree(previous_folder, ignore_errors=True)
@@ -149,7 +149,7 @@ class WeightFolder:
                 if not self._has_present_weights(server):
                     outdated.append(number)
                     self._note_restart(server)
-            failure = self._load_at([servers[number] for number in outdated])
+            failure = self._load_on_servers([servers[number] for number in outdated])
         states = [(number, servers[number].state()) for number in outdated]
         restarted = []
         for number, state in _share_from_rank_0(states, failure):
@@ -171,7 +171,7 @@ class WeightFolder:
             return False
 
     def _note_restart(self, server: Server) -> None:
-        """Note that a server was restarted, so that it is looked at anew."""
+        """Log that a server was restarted, and mark it as lost so that `_load` identifies it again."""
         logger.warning(
             "%s: %s has other weights than it was handed, as after a restart: it gets them again",
             WHERE,
@@ -201,7 +201,7 @@ class WeightFolder:
                 failure = self._save(shard, folder, number)
         return failure
 
-    def _load_at(self, servers: list[Server]) -> DrumlineError | None:
+    def _load_on_servers(self, servers: list[Server]) -> DrumlineError | None:
         """Have servers load the weights at the same time, and mark those that fail as lost.
 
         Returns an error that must end the run: no server has the weights, or one refused them. None if

@@ -34,30 +34,33 @@ class SessionEpisode:
     tool_errors = 0
 
     def __init__(
-        self, config: OpenEnvEnvironment, make_action: MakeAction, read: ReadObservation
+        self,
+        config: OpenEnvEnvironment,
+        make_action: MakeAction,
+        read_observation: ReadObservation,
     ) -> None:
         """Prepare; `reset` connects.
 
         Args:
             config: The section `algorithm.environment`.
             make_action: Returns the action of a message of the model.
-            read: Returns the text of an observation.
+            read_observation: Returns the text of an observation.
         """
         self.columns = config.columns
         self.make_action = make_action
-        self.read = read
+        self.read_observation = read_observation
         client = generic_client.GenericEnvClient(
             base_url=config.url, message_timeout_s=config.timeout_seconds
         )
         self.client = client.sync()
 
     def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Begin a session, and return the row's prompt with the first observation behind it."""
+        """Begin a session, and return the row's prompt followed by the first observation."""
         missing = [name for name in self.columns if name not in row]
         if missing:
             raise BadReply(f"the row has no column {missing[0]!r}, and columns names it")
         arguments = {name: row[name] for name in self.columns}
-        # Python's random numbers have the seed of this call.
+        # The worker seeded `random` for this call, with the same seed for all episodes of a group.
         result = self.client.reset(seed=random.getrandbits(SEED_BITS), **arguments)
         if result.done:
             raise BadReply("was over before the model's first turn")
@@ -87,7 +90,7 @@ class SessionEpisode:
 
     def _text(self, result: Any) -> str:
         """Return the text of an observation. Raises BadReply for what is no text."""
-        text = self.read(result.observation)
+        text = self.read_observation(result.observation)
         if not isinstance(text, str):
             raise BadReply(f"the observation is a {type(text).__name__}, not a text")
         return text
@@ -106,13 +109,13 @@ def load_environment(config: OpenEnvEnvironment, base_dir: Path) -> LoadedEnviro
     else:
         make_action = _action_by_field(config.action)
     if ":" in config.observation:
-        read: ReadObservation = find_object(
+        read_observation: ReadObservation = find_object(
             config.observation, base_dir, f"{WHERE}.observation", "function"
         )
     else:
-        read = _observation_by_field(config.observation)
+        read_observation = _observation_by_field(config.observation)
     _require_server(config.url)
-    return LoadedEnvironment(lambda: SessionEpisode(config, make_action, read), [])
+    return LoadedEnvironment(lambda: SessionEpisode(config, make_action, read_observation), [])
 
 
 def _action_by_field(name: str) -> MakeAction:
@@ -127,13 +130,13 @@ def _action_by_field(name: str) -> MakeAction:
 def _observation_by_field(name: str) -> ReadObservation:
     """Return a function that reads a field of an observation. It raises BadReply if there is none."""
 
-    def read(observation: dict[str, Any]) -> Any:
+    def read_observation(observation: dict[str, Any]) -> Any:
         if name not in observation:
             fields = ", ".join(observation) or "none"
             raise BadReply(f"the observation has no field {name!r}; its fields: {fields}")
         return observation[name]
 
-    return read
+    return read_observation
 
 
 def _require_server(url: str) -> None:

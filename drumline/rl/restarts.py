@@ -11,12 +11,12 @@ from collections.abc import Callable
 from drumline.errors import DrumlineError
 from drumline.rl.generate import WHERE, Completion, DistributedSampling, Generator, Request
 
-# A batch of requests is sampled at most this many times, and then the run gives its servers up.
+# After this many samplings of the same requests the run ends with an error.
 MOST_SAMPLINGS = 3
 
 
 def restore_none() -> list[str]:
-    """Return no urls, for a generator without servers, and for servers that keep their own weights."""
+    """Return no urls: for a generator without servers, and for servers that keep their own weights."""
     return []
 
 
@@ -36,7 +36,7 @@ class CheckedSampling:
         in_background: bool = False,
         restore_weights: Callable[[], list[str]] = restore_none,
     ) -> None:
-        """Begin to sample. The first arguments are those of `DistributedSampling`.
+        """Start to sample. The first arguments are those of `DistributedSampling`.
 
         `restore_weights`: hands the present weights over again to servers that do not have them, and
         returns their urls. Collective.

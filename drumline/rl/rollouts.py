@@ -281,8 +281,8 @@ class Rollouts:
     # Samples completions by the present weights while training goes on, once those asked for before are
     # sampled. Arguments: requests, step. Collective.
     sample_ahead: Callable[[list[Request], int], ScheduledSampling]
-    # Begins the next rollout of `sample_ahead` if the sampler is free. Collective; it does not wait.
-    begin_due: Callable[[], None]
+    # Starts to sample the next rollout of `sample_ahead` if the sampler is free. Collective; it does not wait.
+    start_next_if_free: Callable[[], None]
     # Compares the sampler with the policy when `sample` and `sample_ahead` give it new weights.
     sampler_check: SamplerCheck
     # Returns the url of each server that was lost and is not back → why.
@@ -513,7 +513,7 @@ class Rollouts:
                 micro_batches, tokens = self.reading.micro_batches(
                     episodes, picks.tolist(), batch.accumulation, batch.micro_batch
                 )
-                self.begin_due()
+                self.start_next_if_free()
                 # These totals are over all ranks without a collective: each knows the whole rollout.
                 weight = float(episodes.weight_N[rows].double().sum())
                 global_tokens = int(episodes.lengths[rows].sum())
@@ -641,7 +641,7 @@ class Rollouts:
                 row_ids = drawn.row_ids
                 completions = drawn.completions
                 # The sampler is free now. It goes on while the rewards of this rollout are computed.
-                self.begin_due()
+                self.start_next_if_free()
                 sampler_gap = drawn.sampler_gap
                 if not self.algorithm.lookahead:
                     sampler_gap = self.sampler_check.gap

@@ -1,7 +1,7 @@
 """A client of vLLM's servers that gives a teacher's log-probs of the tokens of whole texts.
 
 Each text is sent as the prompt of POST /v1/completions with `prompt_logprobs`. Written from vLLM's
-source (0.32). The likeliest tokens of each place come at temperature 1, whatever the server samples
+source (0.32). The likeliest tokens at each position come at temperature 1, whatever the server samples
 with. All other tokens together get what is left of the probability 1. With fp32 log-probs that is
 known to about 1e-7, so a smaller rest counts as that much.
 """
@@ -23,7 +23,7 @@ WHERE = "algorithm.teacher"
 REQUESTS_AT_ONCE = 16
 # What all other tokens together have at least: the rounding of fp32.
 LEAST_REST = float(np.finfo(np.float32).eps)
-# How far above 1 the sum of a place's probabilities may be by rounding, in fp16 and bf16 as well.
+# How far above 1 the sum of the probabilities at a position may be by rounding, in fp16 and bf16 as well.
 MOST_ROUNDING = 1e-2
 # Texts whose tokens are compared with the server's.
 TOKENIZER_PROBES = (
@@ -34,26 +34,26 @@ TOKENIZER_PROBES = (
 
 
 class TaughtText(NamedTuple):
-    """A text that the teacher is asked about.
+    """A text, and the positions in it at which the teacher predicts the next token.
 
     Attributes:
         tokens: The ids of all its tokens.
-        places: The indices of the tokens to predict, from 1 on, in their order.
+        positions: The indices of the tokens to predict, from 1 on, in their order.
     """
 
     tokens: list[int]
-    places: list[int]
+    positions: list[int]
 
 
 class MalformedAnswer(Exception):
-    """An answer is no list of log-probs; the text says what is wrong with it."""
+    """The answer has no valid log-probs of the prompt; the message says why."""
 
 
 class TeacherServers(ServerClient):
-    """Asks servers for the likeliest tokens of each place of texts.
+    """Asks vLLM servers for the K likeliest tokens at each position of texts.
 
     Attributes:
-        choices: The number of likeliest tokens that are asked for.
+        choices: The number K of likeliest tokens that are asked for.
     """
 
     kind = ServerKind(
@@ -78,14 +78,14 @@ class TeacherServers(ServerClient):
         self.config = config
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
-        # One entry at least is left for all others, as in `models.choices`.
+        # At least one token must remain for the entry of all others, see `models.choices`.
         self.choices = min(top_k, vocabulary - 1)
         super().__init__(config.urls, config.timeout_seconds, WHERE)
 
     def ask(self, texts: Sequence[TaughtText]) -> npt.NDArray[np.float32]:
-        """Return the packed choices of all places of texts, fp32[M, K + L].
+        """Return the packed choices at all positions of texts, fp32[M, J].
 
-        See `train.teachers.FrozenTeacher.packed_choices`; M are the places of all texts, end to end.
+        See `train.teachers.FrozenTeacher.packed_choices`; M are the positions of all texts, end to end.
 
         Raises ServerError if the last server fails, or if one refuses a request.
         """
@@ -119,7 +119,7 @@ class TeacherServers(ServerClient):
             answer = server.request("/tokenize", body, seconds=seconds)
             theirs = answer.get("tokens") if isinstance(answer, dict) else None
             if theirs != own:
-                what = f"the tokenizer of {server.url} is not the policy's: {text!r} has other tokens there"
+                what = f"the tokenizer of {server.url} differs from the trained model's: {text!r} has other tokens there"
                 fix = "serve a teacher with the tokenizer of the trained model"
                 raise server.fault(what, fix, is_refusal=True)
 
@@ -137,7 +137,7 @@ class TeacherServers(ServerClient):
         fixes: dict[int, str] | None = None,
         seconds: float | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Return the packed choices of a text's places, fp32[M, K + L].
+        """Return the packed choices at a text's positions, fp32[M, J].
 
         Raises ServerError for an answer without them. `fixes`: see `Server.request`.
         `seconds`: the most that the answer may take; None: `timeout_seconds`.
@@ -146,7 +146,7 @@ class TeacherServers(ServerClient):
         body = {
             "model": server.model,
             "prompt": text.tokens,
-            # It refuses to generate nothing.
+            # vLLM does not accept 0. The generated token is ignored.
             "max_tokens": 1,
             "temperature": 0.0,
             "prompt_logprobs": self.choices,
@@ -156,8 +156,8 @@ class TeacherServers(ServerClient):
         try:
             entries = answer["choices"][0]["prompt_logprobs"]
             if len(entries) != len(text.tokens):
-                raise MalformedAnswer(f"{len(entries)} places of {len(text.tokens)}")
-            rows = [self._read_place(server, entries[place]) for place in text.places]
+                raise MalformedAnswer(f"{len(entries)} positions of {len(text.tokens)}")
+            rows = [self._read_position(server, entries[position]) for position in text.positions]
         except MalformedAnswer as error:
             what = f"{path} of {server.url} gave no log-probs of the prompt: {error}"
             raise server.fault(what, self.kind.what_to_check) from None
@@ -178,8 +178,8 @@ class TeacherServers(ServerClient):
             fix = f"start it with --max-model-len {tokens + 1} or more, or lower data.max_length"
             raise server.fault(what, fix, is_refusal=True)
 
-    def _read_place(self, server: Server, given: dict[str, dict[str, Any]]) -> list[float]:
-        """Return the ids of a place's likeliest tokens, their log-probs, and that of all others.
+    def _read_position(self, server: Server, given: dict[str, dict[str, Any]]) -> list[float]:
+        """Return the ids of the likeliest tokens at a position, their log-probs, and that of all others.
 
         Raises MalformedAnswer for what is no distribution, and ServerError for a token that the trained
         model does not have.
@@ -192,20 +192,19 @@ class TeacherServers(ServerClient):
         for name, about in given.items():
             log_probs[int(name)] = float(about["logprob"])
         if len(log_probs) < self.choices:
-            raise MalformedAnswer(f"{len(log_probs)} tokens at a place, of {self.choices}")
+            raise MalformedAnswer(f"{len(log_probs)} tokens at a position, of {self.choices}")
         likeliest = sorted(log_probs.items(), key=lambda pair: -pair[1])[: self.choices]
         for token, log_prob in likeliest:
             if not 0 <= token < self.vocabulary:
-                what = (
-                    f"{server.url} gave token {token}, and the policy has {self.vocabulary} tokens"
-                )
+                what = f"{server.url} gave token {token}, and the trained model has {self.vocabulary} tokens"
                 fix = "serve a teacher with the vocabulary of the trained model"
                 raise server.fault(what, fix, is_refusal=True)
             if not math.isfinite(log_prob):
                 raise MalformedAnswer(f"a log-prob is {log_prob}")
+        # A log-prob far above 0 is an error that the next lines report; `exp` must not overflow.
         chosen = sum(math.exp(min(log_prob, 1.0)) for _, log_prob in likeliest)
         if chosen > 1 + MOST_ROUNDING:
-            raise MalformedAnswer(f"the probabilities of a place add up to {chosen:.3g}")
+            raise MalformedAnswer(f"the probabilities at a position add up to {chosen:.3g}")
         rest = max(1 - chosen, LEAST_REST)
         log_total = math.log(chosen + rest)
         row = [float(token) for token, _ in likeliest]

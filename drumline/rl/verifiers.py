@@ -1,9 +1,9 @@
 """Environments of the package verifiers, as episodes. It imports that package, and no torch.
 
-An environment of verifiers plays a rollout itself, and asks a client for each turn of the model. The
-client of an episode is `RankClient`: it stops the rollout's event loop at each request, whose messages
-are the environment's reply, and goes on with the model's answer. So stop conditions, tools and rubric
-are verifiers' own.
+An environment of verifiers plays a rollout itself and asks a client for each turn of the model.
+`RankClient` is that client. `RolloutEpisode` runs the rollout's event loop until the client is asked,
+returns the new messages to the rank, and continues with the model's answer. So stop conditions, tools and
+rubric are verifiers' own.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class RolloutEpisode:
         self.client = RankClient()
         self.rollout: asyncio.Task[float] | None = None
         # (role, content) of all messages so far.
-        self.known: list[tuple[str, str]] = []
+        self.seen_messages: list[tuple[str, str]] = []
         self.tool_calls = 0
         self.tool_errors = 0
 
@@ -124,8 +124,11 @@ class RolloutEpisode:
         return messages
 
     def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float | None, bool]:
-        """Give the rollout the model's turn, and return what it says to it; its reward at its end."""
-        self.known.append(("assistant", message["content"]))
+        """Pass the model's turn to the rollout.
+
+        Return its reply, None and False; or no messages, the reward and True if it has ended.
+        """
+        self.seen_messages.append(("assistant", message["content"]))
         self.tool_errors = len(message.get("unread_calls", []))
         self.tool_calls = len(message.get("tool_calls", [])) + self.tool_errors
         self.client.answers.put_nowait(message)
@@ -176,8 +179,10 @@ class RolloutEpisode:
         """
         assert self.rollout is not None, "reset has begun it"
         next_request = self.loop.create_task(self.client.requests.get())
-        first = asyncio.wait({self.rollout, next_request}, return_when=asyncio.FIRST_COMPLETED)
-        self.loop.run_until_complete(first)
+        either_is_done = asyncio.wait(
+            {self.rollout, next_request}, return_when=asyncio.FIRST_COMPLETED
+        )
+        self.loop.run_until_complete(either_is_done)
         if not next_request.done():
             next_request.cancel()
             return None
@@ -186,10 +191,10 @@ class RolloutEpisode:
             raise BadReply("has other tools in this row than in others")
         messages = as_dictionaries(prompt)
         turns = [(message["role"], message["content"]) for message in messages]
-        size = len(self.known)
-        if turns[:size] != self.known:
+        size = len(self.seen_messages)
+        if turns[:size] != self.seen_messages:
             raise BadReply("changed earlier messages; an episode can only grow")
-        self.known = turns
+        self.seen_messages = turns
         return messages[size:]
 
 
@@ -305,7 +310,7 @@ def load_rows(
     for row in islice(dataset, size):
         prompt = []
         for message in row["prompt"]:
-            # A table has all keys of any message in each of them.
-            known = {name: value for name, value in message.items() if value is not None}
-            prompt.append(known)
+            # `datasets` gives every message the keys of all, with None where a message has none.
+            own_keys = {name: value for name, value in message.items() if value is not None}
+            prompt.append(own_keys)
         yield {**row, "prompt": prompt}

@@ -107,7 +107,7 @@ def build_rollouts(
         engine,
         tokenizer,
         device,
-        ahead=spec.lookahead > 0,
+        samples_ahead=spec.lookahead > 0,
         check=check,
         vision=vision,
     )
@@ -124,7 +124,7 @@ def build_rollouts(
         kl=algorithm.kl,
         sample=generate,
         sample_ahead=generate.sample_ahead,
-        begin_due=generate.begin_due,
+        start_next_if_free=generate.start_next_if_free,
         sampler_check=check,
         lost_servers=generate.lost_servers,
         rewards=Rewards(spec.rewards, Path(plan.base_dir), spec.reward_workers),

@@ -71,14 +71,14 @@ class TextGeneration:
     device: str
     # Whether completions are generated while training goes on, so that they need a copy of the
     # weights.
-    ahead: bool = False
+    samples_ahead: bool = False
     # Compares the sampler of rollouts with the policy.
     check: SamplerCheck | None = None
     # How the model reads the images of prompts; None if it reads text alone.
     vision: Vision | None = None
     # Made by the first call that needs it.
     _generator: Generator | None = field(default=None, init=False)
-    # The rollouts that `sample_ahead` has begun or will begin.
+    # The rollouts that `sample_ahead` has started or will start.
     _background: BackgroundSampling = field(default_factory=BackgroundSampling, init=False)
     # Copies new weights into the generator; None if that uses the engine's own.
     _refresh: Refresh | None = field(default=None, init=False)
@@ -109,25 +109,28 @@ class TextGeneration:
     def sample_ahead(self, requests: list[Request], step: int) -> ScheduledSampling:
         """Generate completions in a thread, with the current weights, while training goes on.
 
-        If earlier rollouts are still being sampled, the weights are set aside until its turn, see
-        `rl.ahead`; such a hand-over is not checked, since the policy has moved on by then. Collective.
+        If an earlier rollout is still being sampled, the weights are set aside until this rollout's turn
+        (see `rl.ahead`). That hand-over is not checked, as the policy has changed by then. Collective.
         """
         if self._background.is_free():
             generator = self._current_generator()
-            begin = partial(self._begin_in_background, generator, None, requests, step)
-            scheduled = self._background.add(begin)
-            self._background.begin_next()
+            start = partial(self._start_in_background, generator, None, requests, step)
+            scheduled = self._background.add(start)
+            self._background.start_next()
             return scheduled
         assert self._generator is not None, "it has sampled the rollout before"
         hand_over: Callable[[], None] | None = None
         if self._refresh is not None:
-            hand_over = self._refresh.hold(self._new_weights())
-        begin = partial(self._begin_in_background, self._generator, hand_over, requests, step)
-        return self._background.add(begin)
+            hand_over = self._refresh.hold(self._weights_to_hand_over())
+        start = partial(self._start_in_background, self._generator, hand_over, requests, step)
+        return self._background.add(start)
 
-    def begin_due(self) -> None:
-        """Begin the next rollout of `sample_ahead` if the sampler is free. Collective; does not wait."""
-        self._background.begin_due()
+    def start_next_if_free(self) -> None:
+        """Start to sample the next rollout of `sample_ahead` if the sampler is free. Collective.
+
+        It does not wait.
+        """
+        self._background.start_next_if_free()
 
     def lost_servers(self) -> dict[str, str]:
         """Return the url of each server that is lost → why, as this rank knows it."""
@@ -145,17 +148,17 @@ class TextGeneration:
     def _start_sampling(
         self, generator: Generator, requests: list[Request], step: int, in_background: bool = False
     ) -> CheckedSampling:
-        """Begin to generate completions with the generator's weights. Collective."""
+        """Start to generate completions with the generator's weights. Collective."""
         return CheckedSampling(generator, requests, step, in_background, self._restore_weights)
 
-    def _begin_in_background(
+    def _start_in_background(
         self,
         generator: Generator,
         hand_over: Callable[[], None] | None,
         requests: list[Request],
         step: int,
     ) -> CheckedSampling:
-        """Begin to generate completions in a thread. Collective.
+        """Start to generate completions in a thread. Collective.
 
         `hand_over`: gives the generator the weights that were set aside; None: it has the right ones.
         """
@@ -181,12 +184,12 @@ class TextGeneration:
         # checked for these weights as long as they have them.
         self._background.finish()
         unsharded: Any = None
-        if not self.ahead:
+        if not self.samples_ahead:
             unsharded = self.engine.unsharded_model()
         if self._generator is None:
             self._generator, self._refresh = self._build_generator(unsharded)
         if self._refresh is not None:
-            self._refresh(self._new_weights())
+            self._refresh(self._weights_to_hand_over())
             if self.check is not None:
                 self.check.compare(self._generator)
         return self._generator
@@ -202,7 +205,7 @@ class TextGeneration:
             self.tokenizer,
             self.plan.config.run.seed,
             unsharded,
-            self._copy,
+            self._build_copy,
             LOW_PRECISION.get(self.plan.precision),
             self._files(),
             prompts_with_images,
@@ -229,7 +232,7 @@ class TextGeneration:
         """Return whether servers have the base model and get the adapter alone."""
         return isinstance(self.config, c.ServerGenerator) and self.config.weights == "adapter"
 
-    def _new_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _weights_to_hand_over(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return what the generator is handed: all weights, or the adapter's alone. Collective."""
         if self._hands_over_adapter():
             return self.engine.whole_weights(adapters.is_adapter)
@@ -257,7 +260,7 @@ class TextGeneration:
             draw_device=self.plan.draw_device,
         )
 
-    def _copy(self) -> Any:
+    def _build_copy(self) -> Any:
         """Return a copy of the model on this rank, in the type that it computes in.
 
         Its weights are those before training, until `_refresh` is called.
@@ -279,7 +282,7 @@ def tokenizer_of(plan: Plan) -> Any:
 class Prompt:
     """A held-out row, cut before its answer."""
 
-    set: str
+    evaluation_set: str
     tokens: list[int]
     answer: list[int]
     # The images of the prompt; empty without any.
@@ -341,7 +344,7 @@ def generation_for_evaluation(
 def _read_prompts(plan: Plan, cache: TokenCache, name: str) -> Iterator[Prompt]:
     """Yield the rows of a cache in order, cut before their answer.
 
-    Of a pair its first side; prompts alone have no answer.
+    Only the first answer of a pair is used. A row that is a prompt alone has no answer.
     """
     algorithm = plan.config.algorithm
     vision = find_vision(plan)
@@ -390,7 +393,7 @@ class Answers:
         answers = []
         for prompt, completion in zip(self.prompts, completions, strict=True):
             answer = {
-                "set": prompt.set,
+                "set": prompt.evaluation_set,
                 "prompt": self._decode(prompt.tokens),
                 "text": self._decode(completion.tokens),
                 "answer": self._decode(prompt.answer) if prompt.answer else None,

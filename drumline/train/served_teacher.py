@@ -1,7 +1,7 @@
 """A teacher on servers: it is asked once about a token cache, or about the episodes of each rollout.
 
-The texts are divided over all ranks, whatever the strategy, and all ranks get all answers. So ranks
-that share samples have the same numbers, also if a server rounds in another way at each request.
+The texts are divided over all ranks, whatever the strategy, and every rank gets all answers. Ranks that
+share samples therefore have identical numbers, even if a server rounds differently each time.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ def connect(plan: Plan, served: ServedTeacher) -> TeacherServers:
 
 
 def answers_of_cache(
-    servers: TeacherServers, cache: TokenCache, device: str, require_go_on: Callable[[], None]
+    servers: TeacherServers, cache: TokenCache, device: str, raise_if_stopping: Callable[[], None]
 ) -> Iterator[Answer]:
     """Yield the packed choices of each sample of a cache, on every rank. Collective.
 
     Args:
         servers: The teacher's servers.
         cache: The samples.
-        device: Of the process group's tensors.
-        require_go_on: Raises on all ranks if the run is to stop. Collective.
+        device: The device of tensors that ranks exchange.
+        raise_if_stopping: Raises on all ranks if the run is to stop. Collective.
     """
     rank, world_size = rank_and_world_size()
     samples_at_once = world_size * SAMPLES_OF_ROUND
     for first in range(0, len(cache), samples_at_once):
-        require_go_on()
+        raise_if_stopping()
         stop = min(first + samples_at_once, len(cache))
         own_samples = list(range(first + rank, stop, world_size))
         texts = []
@@ -65,13 +65,13 @@ def answers_of_cache(
 
 
 def _texts_of_sample(cache: TokenCache, sample: int) -> list[TaughtText]:
-    """Return the texts of a sample, of which a pack has several, without those that teach nothing."""
+    """Return the texts of a sample that have learned tokens. A packed sample has several texts."""
     texts = []
     for tokens, learn in cache.segments(sample):
         # Nothing predicts the first token.
-        places = np.flatnonzero(learn[1:]) + 1
-        if len(places):
-            texts.append(TaughtText(tokens.tolist(), places.tolist()))
+        positions = np.flatnonzero(learn[1:]) + 1
+        if len(positions):
+            texts.append(TaughtText(tokens.tolist(), positions.tolist()))
     return texts
 
 
@@ -94,10 +94,10 @@ class RolloutTeacher:
             zip(episodes.prompts, episodes.completions, strict=True)
         ):
             learned = np.flatnonzero(episodes.mask_NM[row, : len(completion)].numpy())
-            places = learned + len(prompt)
+            positions = learned + len(prompt)
             tokens = [*prompt.tolist(), *completion.tolist()]
-            texts.append(TaughtText(tokens, places.tolist()))
-        first_tokens = bounds(np.asarray([len(text.places) for text in texts], np.int64))
+            texts.append(TaughtText(tokens, positions.tolist()))
+        first_tokens = bounds(np.asarray([len(text.positions) for text in texts], np.int64))
         packed = self._answers_in_order(texts)
         choices = self.servers.choices
         self.table = ChoiceTable(
@@ -105,12 +105,12 @@ class RolloutTeacher:
         )
 
     def _answers_in_order(self, texts: list[TaughtText]) -> Any:
-        """Return the packed choices of all texts, end to end, fp32[M, K + L]. Collective."""
+        """Return the packed choices of all texts, end to end, fp32[T, J]. Collective."""
         rank, world_size = rank_and_world_size()
-        own = [text for text in texts[rank::world_size] if text.places]
+        own = [text for text in texts[rank::world_size] if text.positions]
         rows_RJ = copy_to_device(self.device, torch.from_numpy(self.servers.ask(own)))
         rows_of_ranks = [part.cpu().numpy() for part in rows_of_all(rows_RJ)]
-        lengths = [len(text.places) for text in texts]
+        lengths = [len(text.positions) for text in texts]
         parts: list[Any] = [None] * len(texts)
         for rank_of_texts, rows in enumerate(rows_of_ranks):
             # The texts were divided over the ranks in turn. The last part is empty.
@@ -120,6 +120,6 @@ class RolloutTeacher:
         return np.concatenate([no_rows, *parts])
 
     def ask(self, micro_batches: list[Any]) -> list[Teacher]:
-        """Return what the teacher said of the episodes of each micro-batch."""
+        """Return the stored answers for the episodes of each micro-batch; `ask_about` has fetched them."""
         assert self.table is not None, "the rollout was asked about before its batches"
         return [self.table.choices_of(batch.samples, self.device) for batch in micro_batches]

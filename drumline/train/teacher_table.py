@@ -1,7 +1,9 @@
 """Tables of a teacher's choices at learned tokens: on disk beside a token cache, or of one rollout in memory.
 
-Letters of shapes: M learned tokens of a sample; T of a whole cache; K choices of each token,
-L = K + 1 log-probabilities, and J = K + L numbers of a token, which are packed in one row.
+A *choice* is one of the K likeliest next tokens at a learned token.
+
+Letters of shapes: N samples; M learned tokens of a sample, R of this rank's samples, T of all; K choices;
+L = K + 1 log-probabilities, the last one of all other tokens together; J = K + L numbers, packed in one row.
 """
 
 from __future__ import annotations
@@ -190,7 +192,7 @@ def _new_array(path: Path, dtype: Any, shape: tuple[int, int]) -> Any:
 def table_key(plan: Plan, folder: str) -> str:
     """Return a hash, 16 hex digits, of all that a table depends on.
 
-    That is the rows' tokens (by the cache's own name, a hash of rows and tokenizer), the teacher's
+    These are the tokens of the rows (the cache's name is a hash of rows and tokenizer), the teacher's
     weights, what is asked of it, and the precision. A teacher on servers is known by its name alone.
     """
     teaching = plan.config.algorithm.teaching

@@ -10,8 +10,8 @@ There are two ways to get them:
 The teacher is a frozen model, the trained model with its adapter switched off, or a model on servers
 (`train.served_teacher`).
 
-Letters of shapes: M learned tokens of a micro-batch; T of a whole cache; K choices of each token,
-L = K + 1 log-probabilities.
+Letters of shapes: M learned tokens of a micro-batch; K choices of each token, L = K + 1 log-probabilities,
+J = K + L numbers, packed in one row.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class FrozenTeacher:
         return self.engine.infer(micro_batches, self.packed_choices, self.adapter)
 
     def packed_choices(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Return the choices at the learned tokens in one tensor, fp32[M, K + L]."""
+        """Return the choices at the learned tokens in one tensor, fp32[M, J]."""
         teaching = self.teaching
         choices = outputs.top_choices(
             batch.targets_BT,
@@ -229,7 +229,7 @@ class TeacherLoaders:
                 answers_of_cache,
                 servers,
                 device=self.device,
-                require_go_on=self._require_go_on,
+                raise_if_stopping=self._raise_if_stopping,
             )
         teacher = build_teacher(self.plan, self.engine, self.device)
         return partial(self._answers, teacher)
@@ -254,7 +254,7 @@ class TeacherLoaders:
         """
         is_counted = self.plan.mesh.is_counted(self.ranks.rank)
         for batch in self.loaders.batches_of_folder(str(cache.folder)):
-            self._require_go_on()
+            self._raise_if_stopping()
             packed = teacher.packed_answers(batch.micro_batches)
             samples = _samples_with_numbers(batch.micro_batches)
             rows_RJ = torch.cat(packed)
@@ -264,7 +264,7 @@ class TeacherLoaders:
                 rows_RJ = rows_RJ[:0]
             yield from answers_of_all(samples, rows_RJ, cache)
 
-    def _require_go_on(self) -> None:
+    def _raise_if_stopping(self) -> None:
         """Raise Preempted on all ranks if a stop signal has come. Collective."""
         (stop,) = sum_over_ranks([float(self.stop_flag.requested)], self.device)
         if stop:

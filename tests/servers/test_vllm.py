@@ -268,7 +268,7 @@ def test_a_server_that_is_killed_in_a_rollout_is_one_line(
 
 @torch.no_grad()
 def expected_choices(model: Any, texts: list[TaughtText], top_k: int) -> Any:
-    """Return what a model of transformers says of all places of texts, as packed choices."""
+    """Return what a model of transformers says at all positions of texts, as packed choices."""
     rows = []
 
     for text in texts:
@@ -299,9 +299,9 @@ def test_a_server_gives_a_teacher_s_log_probs(server: RealServer) -> None:
     texts = []
 
     for request in REQUESTS:
-        places = list(range(1, len(request.tokens)))
-        if places:
-            texts.append(TaughtText(request.tokens, places))
+        positions = list(range(1, len(request.tokens)))
+        if positions:
+            texts.append(TaughtText(request.tokens, positions))
 
     servers = TeacherServers(served, top_k, tokenizer, vocabulary)
     packed = servers.ask(texts)

@@ -49,14 +49,14 @@ def test_rollouts_are_sampled_one_after_another_by_their_own_weights() -> None:
     assert queue.is_free()
 
     first = queue.add(partial(weights.begin, 10, 0))
-    queue.begin_due()
+    queue.start_next_if_free()
 
     assert first.sampling is not None
     assert not queue.is_free()
 
     second = queue.add(partial(weights.begin, 20, 1))
     third = queue.add(partial(weights.begin, 30, 2))
-    queue.begin_due()
+    queue.start_next_if_free()
 
     assert second.sampling is None, "the first is still being sampled"
     assert weights.version == 10
@@ -66,7 +66,7 @@ def test_rollouts_are_sampled_one_after_another_by_their_own_weights() -> None:
 
     assert not queue.is_free(), "two are waiting"
 
-    queue.begin_due()
+    queue.start_next_if_free()
 
     assert second.sampling is not None
     assert third.sampling is None
@@ -89,7 +89,7 @@ def test_an_error_is_raised_where_the_completions_are_asked_for() -> None:
     broken = Broken()
     queue = BackgroundSampling()
     scheduled = queue.add(partial(broken.begin, 1, 0))
-    queue.begin_next()
+    queue.start_next()
 
     with pytest.raises(ValueError, match="broken"):
         scheduled.finish()

@@ -55,7 +55,7 @@ def texts() -> list[TaughtText]:
     for sentence in SENTENCES:
         tokens = tiny_tokenizer().encode(sentence)
         made.append(TaughtText(tokens, list(range(1, len(tokens)))))
-    made.append(TaughtText(made[-1].tokens, made[-1].places[::2]))
+    made.append(TaughtText(made[-1].tokens, made[-1].positions[::2]))
     return made
 
 
@@ -65,7 +65,7 @@ def expected(model: Any) -> np.ndarray[Any, Any]:
     for text in texts():
         with torch.no_grad():
             logits_TV = model(torch.tensor([text.tokens])).logits[0]
-        choices = top_choices(logits_TV[[place - 1 for place in text.places]], TOP_K, ENTRIES)
+        choices = top_choices(logits_TV[[place - 1 for place in text.positions]], TOP_K, ENTRIES)
         rows.append(torch.cat((choices.ids_MK.float(), choices.log_probs_ML), 1))
     return torch.cat(rows).numpy()
 
@@ -119,8 +119,8 @@ EVEN = [math.log(0.1)] * TOP_K
 NONSENSE: dict[str, tuple[Any, str]] = {
     "no log-probs": ({"choices": [{"prompt_logprobs": None}]}, "gave no log-probs of the prompt"),
     "no choices": ({"choices": []}, "gave no log-probs of the prompt"),
-    "too short": (answer_of([None]), f"1 places of {len(TOKENS)}"),
-    "too few": (answer_of([place_of(EVEN[1:])] * len(TOKENS)), "7 tokens at a place, of 8"),
+    "too short": (answer_of([None]), f"1 positions of {len(TOKENS)}"),
+    "too few": (answer_of([place_of(EVEN[1:])] * len(TOKENS)), "7 tokens at a position, of 8"),
     "logits": (answer_of([place_of([3.0] * TOP_K)] * len(TOKENS)), "add up to"),
     "no number": (
         answer_of([place_of([float("nan")] * TOP_K)] * len(TOKENS)),
@@ -128,7 +128,7 @@ NONSENSE: dict[str, tuple[Any, str]] = {
     ),
     "another vocabulary": (
         answer_of([place_of(EVEN, ENTRIES - 1)] * len(TOKENS)),
-        f"gave token {ENTRIES}, and the policy has {ENTRIES} tokens",
+        f"gave token {ENTRIES}, and the trained model has {ENTRIES} tokens",
     ),
     "an error": (500, "was answered 500: EngineCore encountered an issue"),
     "hang": ("hang", "took longer than 0.5 s — raise timeout_seconds"),
@@ -162,7 +162,9 @@ def test_what_the_server_cannot_do_is_found_before_the_run(servers: list[StubSer
         connect(first, teacher={"model": "large"})
 
     first.tokenize = lambda text: [1, 2, 3]
-    with pytest.raises(EnvironmentFault, match=r"the tokenizer of http.* is not the policy's"):
+    with pytest.raises(
+        EnvironmentFault, match=r"the tokenizer of http.* differs from the trained model's"
+    ):
         connect(first)
 
     missing = {"url": f"http://127.0.0.1:{free_port()}"}

@@ -2,8 +2,9 @@
 Feedback").
 
 The loss is that of DPO, SLiC or IPO (`pair_losses`) for pairs of completions that the policy has sampled.
-Completions are treated as data: no gradient goes through their sampling. For IPO, scores are of whole
-completions, as in its paper, in that of online DPO and in TRL's online DPO.
+Completions are treated as data: no gradient goes through their sampling. For IPO a score is the log-ratio
+of the whole completion, as in the papers of IPO and online DPO and in TRL's online DPO; `dpo` divides it by
+the number of tokens.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class OnlineDPO(AnswerPairs):
         loss_P = pair_loss(chosen_P - rejected_P, self.spec.loss, self.spec.beta)
         # A pair has weights at its tokens, and a filler has none.
         weight_P, _ = sides(batch.weights_BT.sum(1))
-        real_P = (weight_P > 0).float()
-        out = self.sum_pairs(loss_P, log_probs_B, self.spec.beta * score_B, real_P)
+        is_pair_P = weight_P > 0
+        out = self.sum_pairs(loss_P, log_probs_B, self.spec.beta * score_B, is_pair_P.float())
         is_learned_BT = batch.weights_BT > 0
         kl_BT = divergence(log_probs_BT.detach(), batch.reference_log_probs_BT, "k3")
         sums = {

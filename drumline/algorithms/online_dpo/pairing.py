@@ -28,7 +28,7 @@ def choose_pairs(
     """
     usable_N = torch.where(tokens_N > 0, rewards_N, torch.nan)
     usable_PG = usable_N.reshape(-1, group_size)
-    # Of an unknown reward neither the highest nor the lowest is made.
+    # NaN becomes −∞ or +∞, so an episode whose reward is not known is never chosen or rejected.
     high_P, best_P = usable_PG.nan_to_num(nan=-torch.inf).max(1)
     low_P, worst_P = usable_PG.nan_to_num(nan=torch.inf).min(1)
     chosen: list[int] = []
@@ -43,7 +43,8 @@ def choose_pairs(
 def weigh_pairs(episodes: Episodes, rewards_N: torch.Tensor) -> Episodes:
     """Return the episodes with the weight ½ each, spread evenly over their tokens, so that a pair weighs 1.
 
-    A pair whose rewards do not differ, or are not known, weighs 0.
+    A pair weighs 0 if its rewards do not differ, or are not known, like the placeholder that
+    `OnlineDPOConfig.learned_episodes` returns.
 
     Args:
         episodes: First the chosen episodes of all pairs, then the rejected ones.

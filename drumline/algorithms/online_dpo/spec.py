@@ -60,7 +60,7 @@ class OnlineDPOConfig(PromptRowSpec, RewardedSpec):
 
     @property
     def samples_of_group(self) -> int:
-        """A group is one pair."""
+        """1: a group gives at most one pair."""
         return 1
 
     @property
@@ -80,12 +80,12 @@ class OnlineDPOConfig(PromptRowSpec, RewardedSpec):
 
     @property
     def measures_divergence(self) -> bool:
-        """False: the loss reads the policy itself, and measures the divergence on the way."""
+        """False: the loss computes the divergence itself, so no extra forward pass is needed."""
         return False
 
     @property
     def loss_temperature(self) -> float:
-        """1: a score is of the model's own distribution, at whatever temperature it was sampled."""
+        """1: scores use log-probs at temperature 1, whatever temperature sampled the completions."""
         return 1.0
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
@@ -106,7 +106,7 @@ class OnlineDPOConfig(PromptRowSpec, RewardedSpec):
         return chosen + rejected
 
     def assign_credit(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
-        """Return the episodes with weights, of which those of a pair add up to 1; costs are not used."""
+        """Return the episodes with weights, ½ for each episode of a pair. `cost_NM` is not used."""
         from drumline.algorithms.online_dpo.pairing import weigh_pairs
 
         return weigh_pairs(episodes, rewards_N)
