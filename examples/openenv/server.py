@@ -8,15 +8,15 @@ from typing import Any
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
 
-class Guess(Action):  # type: ignore[misc]
+class Guess(Action):
     guess: str
 
 
-class Hint(Observation):  # type: ignore[misc]
+class Hint(Observation):
     hint: str
 
 
-class Guessing(Environment):  # type: ignore[misc]
+class Guessing(Environment):
     """A game of one session."""
 
     # Each session has a `Guessing` of its own. Without this line a server takes one session.
