@@ -118,8 +118,9 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
     from drumline.models.losses import LinearHead, linear_cross_entropy
 
-    torch.manual_seed(0)
     device = options.device
+    common.use_device(device)
+    torch.manual_seed(0)
     hidden_ND = torch.randn(options.tokens, options.hidden, device=device).requires_grad_()
     weight_VD = (
         0.02 * torch.randn(options.vocabulary, options.hidden, device=device)

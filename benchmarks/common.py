@@ -116,6 +116,14 @@ def commit(root: Path = ROOT) -> str:
     return told.stdout.strip() or "unknown"
 
 
+def use_device(device: str) -> None:
+    """Choose the first GPU, if the device is a GPU, before the first tensor, as every rank does."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.set_device(0)
+
+
 def write(figures: dict[str, Any], out: Path | None) -> None:
     """The figures under their heading, to `out` where there is one; the results are whole or not there."""
     if out is None:

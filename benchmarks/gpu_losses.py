@@ -4,7 +4,8 @@
 
 The CPU runs it twice, in fp32 and in bf16: what lies between these two is what rounding to bf16
 does to this run. The GPU rounds in another order, so its bf16 losses may be four times as far from
-the CPU's fp32 losses. The runs start side by side. Without a GPU the bf16 run of the CPU is
+the CPU's fp32 losses. All start from the same file of weights: what a device draws by itself
+differs from what another one draws. The runs start side by side. Without a GPU the bf16 run of the CPU is
 compared alone, which shows that the command works. Exit code 1 if the losses are further apart.
 """
 
@@ -21,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from benchmarks import common
-from benchmarks.planner_runs import TINY, ready
+from benchmarks.planner_runs import ready
+from tests.tiny import tiny_model_dir
 
 LENGTH = 128  # tokens of a pack
 STEPS = 8
@@ -34,11 +36,11 @@ def main() -> None:
     if torch.cuda.is_available():
         devices["gpu bf16"] = ("cuda", "bf16")
     with tempfile.TemporaryDirectory() as folder:
+        model = tiny_model_dir(Path(folder) / "model")
         plans = {}
         for name, (device, precision) in devices.items():
-            plans[name] = write_plan(
-                Path(folder) / name.replace(" ", "-"), device, precision, steps
-            )
+            run_folder = Path(folder) / name.replace(" ", "-")
+            plans[name] = write_plan(run_folder, model, device, precision, steps)
         losses = train_side_by_side(plans, steps)
     exact = losses["cpu fp32"]
     for name, values in losses.items():
@@ -55,15 +57,16 @@ def main() -> None:
     raise SystemExit(not is_within)
 
 
-def write_plan(folder: Path, device: str, precision: str, steps: int) -> Path:
+def write_plan(folder: Path, model: Path, device: str, precision: str, steps: int) -> Path:
     """Return the path of the plan.json of a run that packs short documents."""
     sections = {
+        "model": {"id": str(model), "config": None},
         "strategy": "single",
         "precision": precision,
         "run": {"device": device, "steps": steps},
         "optimizer": {"lr": 1e-3},
     }
-    return ready(folder, {"model_type": "llama", **TINY}, LENGTH, 1, sections, words=12)
+    return ready(folder, {}, LENGTH, 1, sections, words=12)
 
 
 def train_side_by_side(plans: dict[str, Path], steps: int) -> dict[str, list[float]]:

@@ -67,6 +67,7 @@ def compare(name: str, length: int, documents: int, pairs: int) -> dict[str, Any
     from drumline.telemetry.memory_tracker import LiveBytes
 
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
+    common.use_device(device)
     model = by_documents(name, device)
     sizes, packed = packed_row(model, length, documents, device)
     module, objective = (

@@ -58,7 +58,10 @@ def main() -> None:
             "bare": ppo_by_hand,
             "trl": grpo_by_trl if options.algorithm == "grpo" else dpo_by_trl,
         }
-        run[options.contender](json.loads((options.work / "bench.json").read_text()), options.work)
+        bench = json.loads((options.work / "bench.json").read_text())
+        if options.contender != "drumline":  # its ranks choose theirs
+            common.use_device(bench["device"])
+        run[options.contender](bench, options.work)
         return
     names = (options.contenders or f"drumline,{PEERS[options.algorithm]}").split(",")
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}

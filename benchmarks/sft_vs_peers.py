@@ -76,7 +76,10 @@ def main() -> None:
         parser.error("--padded goes with --packed")
     if options.contender:
         contender = {"drumline": drumline, "bare": bare, "trl": trl}[options.contender]
-        contender(json.loads((options.work / "bench.json").read_text()), options.work)
+        bench = json.loads((options.work / "bench.json").read_text())
+        if options.contender != "drumline":  # its ranks choose theirs
+            common.use_device(bench["device"])
+        contender(bench, options.work)
         return
     options.names = options.contenders.split(",")
     if unknown := set(options.names) - set(CONTENDERS):
@@ -123,8 +126,7 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
                 "ratios": _ratios(runs),
                 "runs": runs,
             }
-            if options.out:
-                options.out.write_text(json.dumps(report, indent=2) + "\n")
+            common.write(report, options.out)
     return report
 
 

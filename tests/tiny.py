@@ -151,8 +151,8 @@ ARCHITECTURES = {
 }
 
 
-def tiny_architecture_dir(path: Path, kind: str, layers: int = 4) -> Path:
-    """`tiny_model_dir` of one of ARCHITECTURES."""
+def tiny_architecture_dir(path: Path, kind: str, layers: int = 4, **changes: Any) -> Path:
+    """`tiny_model_dir` of one of ARCHITECTURES. `changes`: of its config."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -168,11 +168,10 @@ def tiny_architecture_dir(path: Path, kind: str, layers: int = 4) -> Path:
     }
     key = {"gpt2": "n_layer", "t5": "num_layers"}.get(kind, "num_hidden_layers")
     depth = {key: layers}
+    values = {**ARCHITECTURES[kind], **ids, **depth, **changes}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = auto_class.from_config(
-            AutoConfig.for_model(kind, **ARCHITECTURES[kind], **ids, **depth)
-        )
+        model = auto_class.from_config(AutoConfig.for_model(kind, **values))
     if kind == "qwen3_5_text":
         let_states_last(model)
     model.save_pretrained(path)
@@ -201,6 +200,7 @@ def tiny_model_dir(
     seed: int = 0,
     hidden: int = 32,
     positions: int = 512,
+    kv_heads: int = 2,
 ) -> Path:
     """Save a random Llama (fp32, tied embeddings, about 30 thousand parameters) and its tokenizer to folder `path`; returns `path`."""
     import torch
@@ -213,7 +213,7 @@ def tiny_model_dir(
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=positions,
         tie_word_embeddings=True,
         bos_token_id=None,

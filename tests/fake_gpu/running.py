@@ -94,16 +94,21 @@ def drumline(
 
 
 def run_ranks(
-    module: str, arguments: Sequence[object], devices: int, timeout: float, **settings: object
+    module: str,
+    arguments: Sequence[object],
+    world_size: int,
+    timeout: float,
+    devices_of_rank: int = 1,
+    **settings: object,
 ) -> dict[int, str]:
-    """Run `python -m module` on each of `devices` ranks. Return rank → output of those that failed."""
+    """Run `python -m module` on each rank. Return rank → output of those that failed."""
     with shared_memory() as meeting:
-        env = environment(devices, meeting, **settings)
-        env["WORLD_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(devices)
+        env = environment(world_size * devices_of_rank, meeting, **settings)
+        env["WORLD_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(world_size)
         env["MASTER_ADDR"] = "127.0.0.1"
         env["MASTER_PORT"] = str(free_port())
         ranks = []
-        for rank in range(devices):
+        for rank in range(world_size):
             env["RANK"] = env["LOCAL_RANK"] = str(rank)
             ranks.append(start(["-m", module, *arguments], env))
         failed = _await_all(ranks, timeout)

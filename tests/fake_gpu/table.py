@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.distributed.rows import CUT
+from tests.distributed.rows import CUT, engine_of
 from tests.harness import LETTERS, Sections
 
 STEPS = 4  # the last of them is logged
 SAVED_STEP = 2
 # Steps are counted from 0. This one is not logged, and every buffer of a step is there by now.
 QUIET_STEP = 2
+# PPO takes two steps with each rollout. To draw the next batch belongs to a step, so this one has a
+# rollout in it, and QUIET_STEP has none.
+STEP_WITH_ROLLOUT = 1
 
 FP32 = 1e-5
 # As tests/distributed/rows.py holds low precision near fp32.
@@ -32,10 +35,26 @@ class Row:
     numbers: Sections = field(default_factory=dict)
     tolerance: float = FP32
     layers: int = 2
-    architecture: str = "llama"  # or SCORED, or one of tests.tiny.ARCHITECTURES
+    architecture: str = "llama"  # or one of the names below, or one of tests.tiny.ARCHITECTURES
     # The CPU trains with the same strategy on as many processes: what it learns hangs on them.
     is_held_against_ranks: bool = False
     continues: str = ""  # the name of the row whose checkpoint of the middle it goes on from
+    counted_step: int = QUIET_STEP
+    devices_of_rank: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.world_size * self.devices_of_rank
+
+    @property
+    def counted_ranks(self) -> dict[str, int]:
+        """Return the ranks that are counted besides rank 0, by the names of their counts.
+
+        The last rank of a pipeline has the head and the loss.
+        """
+        if engine_of(self) == "pp":
+            return {"last_rank": self.world_size - 1}
+        return {}
 
     @property
     def reference_world_size(self) -> int:
@@ -49,6 +68,11 @@ class Row:
         return self.numbers
 
 
+# As many heads of keys and values as of queries: tensor parallelism on 4 devices cuts them.
+FOUR_HEADS = "llama with four heads of keys and values"
+# Two on each of 4 devices. With one, torch.histc reads its bounds from kernels that it starts itself,
+# and those compute nothing over the stand-in.
+EIGHT_EXPERTS = "mixtral with eight experts"
 # A head that is not in the model's files would be drawn on the device, and be another one there.
 SCORED = "llama with a head of scores"
 PACKED: Sections = {"data": {"packing": True, "max_length": 96}, "rows": 120}
@@ -106,6 +130,22 @@ STRATEGIES = [
     spread("local_sgd 2", 2, {"kind": "local_sgd", "period": 2}, is_held_against_ranks=True),
     spread("diloco 2", 2, {"kind": "diloco", "period": 2}, is_held_against_ranks=True),
 ]
+# A ring cuts each sequence into eight chunks of at least 32 tokens here.
+RING_OF_FOUR: Sections = {"data": {"packing": False, "max_length": 256}}
+# `dp`: one process drives both devices.
+ON_MORE_DEVICES = [
+    spread("dp 2", 1, "dp", devices_of_rank=2),
+    spread("zero1 4", 4, "zero1"),
+    spread("zero2 4", 4, "zero2"),
+    spread("zero3 4", 4, CUT),
+    spread("tp 4", 4, "tp", architecture=FOUR_HEADS),
+    spread("cp 4", 4, "cp"),
+    spread("cp 4, ring", 4, {"kind": "cp", "method": "ring"}, numbers=RING_OF_FOUR),
+    spread("model_parallel 4", 4, "model_parallel", layers=4),
+    spread("ep 4", 4, {"kind": "ddp", "ep": 4}, architecture=EIGHT_EXPERTS),
+    spread("local_sgd 4", 4, {"kind": "local_sgd", "period": 2}, is_held_against_ranks=True),
+    spread("diloco 4", 4, {"kind": "diloco", "period": 2}, is_held_against_ranks=True),
+]
 BASES = {row.name: row for row in STRATEGIES}
 ROWS: list[Row] = []
 for base in STRATEGIES:
@@ -114,6 +154,8 @@ for base in STRATEGIES:
     if not base.is_held_against_ranks:
         full.sections["checkpoint"] = {"every": SAVED_STEP}
     ROWS += [full, in_precision("bf16", base)]
+for base in ON_MORE_DEVICES:
+    ROWS += [in_precision("fp32", base), in_precision("bf16", base)]
 
 # Saved under one strategy, and gone on with under another.
 for before, after in (
@@ -218,7 +260,9 @@ for name, algorithm in ALGORITHMS.items():
     architecture = SCORED if name in ("reward model", "rerank") else "llama"
     # Gradients of pairs and of advantages all but cancel: as in tests/distributed/rows.py.
     numbers = {"algorithm": algorithm, "optimizer": {"eps": 1e-4}, "rows": 48}
-    fields = {"tolerance": 1e-4, "architecture": architecture}
+    fields: dict[str, Any] = {"tolerance": 1e-4, "architecture": architecture}
+    if name == "ppo":
+        fields["counted_step"] = STEP_WITH_ROLLOUT
     work(name, "fp32", numbers, "one device", "fsdp2 2", **fields)
 
 DEEPSEEK: dict[str, Any] = {"architecture": "deepseek_v3"}
@@ -230,10 +274,19 @@ work("encoder-decoder", "fp32", {}, "one device", "fsdp2 2", architecture="t5")
 
 BY_NAME = {row.name: row for row in ROWS}
 assert len(BY_NAME) == len(ROWS), "two rows have one name"
+# A row that goes on from a checkpoint has the steps of the row without a stop.
+COUNTED = [row for row in ROWS if not row.continues]
 # Rows whose steps copy from pageable memory, and why. Strict, so that a line goes out with its defect.
+NORM = "DeepSpeed makes a tensor of the gradients' norm on the host"
 PAGEABLE: dict[str, str] = {}
 for name in BY_NAME:
-    if name.startswith("zero"):
-        PAGEABLE[name] = "DeepSpeed makes the tensor of the gradients' norm on the host"
-    elif name.endswith("grpo, fp32"):
+    if name == "zero2 2, optimizer offloaded":
+        PAGEABLE[name] = (
+            f"{NORM}; what it keeps there is pageable without `offload_optimizer.pin_memory`"
+        )
+    elif name.startswith("zero3"):
+        PAGEABLE[name] = f"{NORM}, and leaves the rotary embedding's frequencies in host memory"
+    elif name.startswith("zero"):
+        PAGEABLE[name] = NORM
+    elif name.endswith(("grpo, fp32", "ppo, fp32")):
         PAGEABLE[name] = "transformers' generate copies the id of padding, once a batch of prompts"

@@ -196,7 +196,7 @@ def test_a_session(tmp_path: Path) -> None:
 
 
 def test_groups_have_the_limit_of_the_run_and_stages_bring_no_line_of_nccl() -> None:
-    failed = run_ranks("tests.fake_gpu.groups", [], devices=2, timeout=120)
+    failed = run_ranks("tests.fake_gpu.groups", [], world_size=2, timeout=120)
     assert not failed, failed
 
 

@@ -21,8 +21,10 @@ from tests.fake_gpu.ledger_file import LedgerFile, ledger_path
 from tests.fake_gpu.running import NEEDS_STAND_IN, claim_plan, machine, run_ranks
 from tests.fake_gpu.table import (
     BY_NAME,
+    COUNTED,
+    EIGHT_EXPERTS,
+    FOUR_HEADS,
     PAGEABLE,
-    QUIET_STEP,
     ROWS,
     SAVED_STEP,
     SCORED,
@@ -32,8 +34,6 @@ from tests.fake_gpu.table import (
 from tests.harness import Sections, column, events, losses, read_json, write_config
 from tests.tiny import tiny_architecture_dir, tiny_model_dir, tiny_reward_model_dir
 
-# A row that goes on from a checkpoint has the steps of the row without a stop.
-COUNTED = [row for row in ROWS if not row.continues]
 COUNTS = Path(__file__).parent / "counts.json"
 pytestmark = [
     pytest.mark.full,
@@ -116,7 +116,7 @@ class Runs:
             if each.continues and each.continues not in self.trained:
                 self._train_with(BY_NAME[each.continues])
 
-        host = machine(row.world_size)
+        host = machine(row.devices)
         for each in rows:
             folder = self._run(each.name).parent
             path = self._config(folder, each, "cuda", each.numbers, each.sections)
@@ -131,9 +131,10 @@ class Runs:
     def _train_until_failure(self, rows: list[Row]) -> list[Row]:
         """Train rows in one process group. Return those after the one whose ranks failed."""
         world_size = rows[0].world_size
+        devices_of_rank = rows[0].devices_of_rank
         plans = [self._run(row.name) / "plan.json" for row in rows]
         timeout = SECONDS_TO_START + SECONDS_A_ROW * len(rows)
-        failed = run_ranks("tests.fake_gpu.ranks", plans, world_size, timeout)
+        failed = run_ranks("tests.fake_gpu.ranks", plans, world_size, timeout, devices_of_rank)
 
         for number, row in enumerate(rows):
             if not self._is_done(row):
@@ -167,6 +168,10 @@ class Runs:
             return folder
         if row.architecture == "llama":
             return tiny_model_dir(folder, layers=row.layers)
+        if row.architecture == FOUR_HEADS:
+            return tiny_model_dir(folder, layers=row.layers, kv_heads=4)
+        if row.architecture == EIGHT_EXPERTS:
+            return tiny_architecture_dir(folder, "mixtral", row.layers, num_local_experts=8)
         if row.architecture == SCORED:
             return tiny_reward_model_dir(folder, layers=row.layers)
         return tiny_architecture_dir(folder, row.architecture, row.layers)
@@ -182,7 +187,7 @@ def _group(row: Row) -> str:
     """Return the name of the process group that trains a row."""
     engines = "zero" if engine_of(row) == "zero" else "native"
     order = "resumed" if row.continues else "new"
-    return f"{row.world_size} {engines} {order}"
+    return f"{row.world_size} of {row.devices_of_rank} {engines} {order}"
 
 
 @pytest.fixture(scope="module")
@@ -243,12 +248,21 @@ def test_a_step_launches_and_waits_as_committed(
 
 @pytest.mark.parametrize("row", rows_with_defects())
 def test_a_step_copies_nothing_from_pageable_memory(runs: Runs, row: Row) -> None:
-    for wait in _counts(runs, row)["waits"]:
+    found = _counts(runs, row)
+    waits = list(found["waits"])
+    for rank in row.counted_ranks:
+        waits += found[rank]["waits"]
+    for wait in waits:
         assert not wait.startswith("copy from pageable memory")
 
 
 def _counts(runs: Runs, row: Row) -> Sections:
-    return LedgerFile(runs.folder(row)).counts(QUIET_STEP)
+    """Return what is committed of a row: the counts of rank 0, and those of other ranks by name."""
+    run = runs.folder(row)
+    found: Sections = {**LedgerFile(run).counts(row.counted_step)}
+    for name, rank in row.counted_ranks.items():
+        found[name] = LedgerFile(run, rank).counts(row.counted_step)
+    return found
 
 
 def _committed() -> Sections:
