@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install -qq --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-full test-oldest fake-gpu servers mutations docs lint setup setup-dev clean
+.PHONY: demo test test-fast test-full test-oldest fake-gpu servers environments mutations docs lint setup setup-dev clean
 
 # Torch first and by its exact version: a range may bring a CUDA build with gigabytes of packages.
 $(BIN)/.base: constraints.txt pyproject.toml
@@ -46,6 +46,18 @@ $(VLLM)/.done: tests/servers/install.py | setup-dev
 servers: setup-dev $(VLLM)/.done
 	$(BIN)/python -m pytest --full --durations=30 tests/servers
 
+# The packages verifiers and openenv over those of .venv, of which they replace some. With 200 MB this is not for CI.
+ENVIRONMENTS := .venv-environments
+$(ENVIRONMENTS)/.done: constraints.txt | setup-dev
+	@test -x $(ENVIRONMENTS)/bin/python || { echo "setting up $(ENVIRONMENTS) (once)"; $(BIN)/python -m venv $(ENVIRONMENTS); }
+	@for place in $(ENVIRONMENTS)/lib/python*/site-packages; do \
+		$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$place/base.pth; done
+	@$(ENVIRONMENTS)/bin/pip install -qq --disable-pip-version-check --no-compile 'verifiers>=0.3,<0.4' openenv
+	@touch $@
+
+environments: setup-dev $(ENVIRONMENTS)/.done
+	PYTHONPATH=$(CURDIR) $(ENVIRONMENTS)/bin/python -m pytest --durations=10 tests/unit/test_verifiers.py tests/unit/test_openenv.py
+
 # Three workers on two cores: while one waits for its processes, the others compute. CI is killed after 90 minutes: before that, what hangs
 # is named. Python cannot interrupt a test that hangs within C (a collective, say): its worker ends a minute after pytest's own limit.
 HANGS := -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true --session-timeout 4200
@@ -55,7 +67,7 @@ test: setup-dev lint
 test-fast: setup-dev
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile tests/unit
 
-test-full: setup-dev lint $(FAKE_GPU)/.done $(VLLM)/.done
+test-full: setup-dev lint $(FAKE_GPU)/.done $(VLLM)/.done environments
 	$(BIN)/python -m pytest --full --durations=30 -n 3 --dist loadfile
 
 # The oldest versions that pyproject.toml admits; torch comes with gigabytes of CUDA packages, so this is not for CI.
@@ -97,4 +109,4 @@ lint: setup-dev
 	$(BIN)/mypy -n 2
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(FAKE_GPU) $(VLLM) runs build *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(FAKE_GPU) $(VLLM) $(ENVIRONMENTS) runs build *.egg-info

@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def work(folder: str) -> dict[str, Any]:
-    from drumline.checkpoint.load import load
+    from drumline.checkpoint.load import load_tensors
     from drumline.checkpoint.save import Checkpointer
     from drumline.config.config import OptimizerConfig
     from drumline.config.mesh import Mesh
@@ -90,7 +90,7 @@ def work(folder: str) -> dict[str, Any]:
     first = save(0, False)
     # Before anything large was freed, which would serve a load without a trace.
     with watched() as peak:
-        load(first, tensors)
+        load_tensors(first, tensors)
     peaks["load"] = vars(peak)
     save(1, True)
     stop()

@@ -44,6 +44,8 @@ PROGRAMS = (
     "srun",
     "tail",
     "torchrun",
+    "uvicorn",
+    "yes",
 )
 DRUMLINE: Any = typer.main.get_command(app)
 

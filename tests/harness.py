@@ -193,6 +193,7 @@ ROWS = {
     "rerank": retrieval_rows,
     "ppo": prompt_rows,
     "grpo": prompt_rows,
+    "online_dpo": prompt_rows,
     "gkd": answered_rows,
 }
 LETTERS = {"kind": "function", "path": "tests.harness:letters"}
@@ -332,13 +333,13 @@ def weights_at(checkpoint: Path) -> dict[str, Any]:
     """Every tensor of a checkpoint, read back whole."""
     import torch
 
-    from drumline.checkpoint.load import check, load
+    from drumline.checkpoint.load import check, load_tensors
 
     tensors = {}
     for name, stored in check(checkpoint, verify=False).tensors.items():
         dtype = getattr(torch, stored.dtype)
         tensors[name] = torch.zeros(stored.shape, dtype=dtype)
-    load(checkpoint, tensors)
+    load_tensors(checkpoint, tensors)
     return tensors
 
 

@@ -122,7 +122,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fillers count as pairs", "algorithms/pairs.py",
-        "(loss_P * batch.real_P).sum()", "loss_P.sum()",
+        "(loss_P * real_P).sum()", "loss_P.sum()",
         ("tests/unit/test_preferences.py::test_dpo",),
     ),
     Mutation(

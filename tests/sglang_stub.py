@@ -26,6 +26,12 @@ class SGLangStub(StubServer):
         # The log-probs are those after the temperature.
         super().__init__(model, processed=True, key=key)
 
+    def get(self, path: str) -> tuple[int, Any]:
+        """Return the status and the answer to a GET."""
+        if path == "/get_model_info":
+            return 200, {"model_path": "tiny", "weight_version": self.weight_version}
+        return super().get(path)
+
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         """Return the status and the answer to a POST."""
         if path == "/generate":
@@ -35,6 +41,7 @@ class SGLangStub(StubServer):
                 self.load(body["model_path"])
             except (AssertionError, OSError) as error:
                 return 400, {"success": False, "message": str(error), "num_paused_requests": 0}
+            self.weight_version = body["weight_version"]
             return 200, {"success": True, "message": "Succeeded.", "num_paused_requests": 0}
         if path == "/flush_cache":
             return 200, "Cache flushed.\nPlease check backend logs for more details.\n"

@@ -4,6 +4,7 @@ It checks what it is sent as vLLM's pydantic model would (unknown keys are refus
 and loads weights from a folder. As vLLM does, it takes a head that is tied to the embedding for a weight of its own as it reloads.
 `break_with`: a path → how it fails there. `ignored`: names of weights that it does not load, after `honest_loads` hand-overs.
 `dies_after`: so many completions are answered, and then it is dead until `restart`.
+`restarts_after`: before the completions with these numbers it is restarted so quickly that no request fails.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Collection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
@@ -26,15 +28,23 @@ FIELDS = {
     "model": str, "prompt": list, "n": int, "max_tokens": int, "seed": int, "temperature": float, "top_p": float, "top_k": int,
     "min_p": float, "repetition_penalty": float, "presence_penalty": float, "frequency_penalty": float, "stop": list,
     "stop_token_ids": list, "include_stop_str_in_output": bool, "logprobs": int, "return_tokens_as_token_ids": bool,
-    "allowed_token_ids": list,
+    "allowed_token_ids": list, "prompt_logprobs": int,
 }  # fmt: skip
 
 
+# What a hand-over of whole weights asks of a server.
+HAND_OVER = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
+# The most tokens of a sequence.
+POSITIONS = 512
 NOT_FOUND = (404, {"detail": "Not Found"})
+# What vLLM and SGLang call the weights that they were started with.
+FIRST_VERSION = "default"
 
 
 class StubServer(ThreadingHTTPServer):
     daemon_threads = True
+    # Ranks connect with many threads at once. With Python's 5 places some would be turned away.
+    request_queue_size = 128
     # The path that is asked for completions.
     completions = "/v1/completions"
 
@@ -49,9 +59,15 @@ class StubServer(ThreadingHTTPServer):
         self.gate: threading.Barrier | None = None
         self.asked: list[tuple[str, Any]] = []
         self.dies_after: int | None = None
+        self.restarts_after: Collection[int] = ()
         self.is_dead, self.completed = False, 0
+        # vLLM 0.32 tells the version of its weights, which an older one cannot.
+        self.tells_version, self.weight_version = True, FIRST_VERSION
         # Whether it runs with VLLM_ALLOW_RUNTIME_LORA_UPDATING and --enable-lora, and its --max-lora-rank.
         self.takes_adapters, self.max_rank = True, 16
+        # --max-logprobs, here with vLLM's default, and the text → tokens of its tokenizer.
+        self.most_log_probs = 20
+        self.tokenize = lambda text: tiny_tokenizer().encode(text, add_special_tokens=False)
         # Name of an adapter → name of a weight → what it adds to that.
         self.adapters: dict[str, dict[str, torch.Tensor]] = {}
         self.first_state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -80,12 +96,15 @@ class StubServer(ThreadingHTTPServer):
         self.dies_after = None
         self.is_dead = False
         self.adapters = {}
+        self.weight_version = FIRST_VERSION
 
     def begin_completion(self) -> None:
-        """Count a completion that is asked for, and die if it is one too many."""
+        """Count a completion that is asked for, and die if it is one too many, or be restarted before it."""
         with self.lock:
             if self.completed == self.dies_after:
                 self.is_dead = True
+            if self.completed in self.restarts_after:
+                self.restart()
             self.completed += 1
 
     def get(self, path: str) -> tuple[int, Any]:
@@ -93,21 +112,31 @@ class StubServer(ThreadingHTTPServer):
         if path == "/health":
             return 200, None
         if path == "/v1/models":
-            models: list[Any] = [{"id": "tiny", "max_model_len": 512}]
+            models: list[Any] = [{"id": "tiny", "max_model_len": POSITIONS}]
             models += [{"id": name, "parent": "tiny"} for name in self.adapters]
             return 200, {"object": "list", "data": models}
+        if path == "/weight_info" and self.tells_version:
+            return 200, {"weight_version": self.weight_version}
         return NOT_FOUND
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         """Return the status and the answer to a POST."""
         if path == self.completions:
             return self.answer_completion(body)
+        if path == "/tokenize":
+            assert body["add_special_tokens"] is False, body
+            tokens = self.tokenize(body["prompt"])
+            answer = {"count": len(tokens), "max_model_len": POSITIONS, "tokens": tokens}
+            return 200, {**answer, "token_strs": None}
         if path == "/collective_rpc":
             assert body["method"] == "reload_weights", body
             self.load(body["kwargs"]["weights_path"])
             return 200, {"results": [None]}
         if path == "/reset_prefix_cache":
             return 200, None
+        if path == "/update_weight_version" and self.tells_version:
+            self.weight_version = body["new_version"]
+            return 200, {"success": True, "new_version": self.weight_version}
         if path == "/v1/load_lora_adapter" and self.takes_adapters:
             try:
                 self.load_adapter(body["lora_name"], body["lora_path"])
@@ -123,6 +152,14 @@ class StubServer(ThreadingHTTPServer):
     def answer_completion(self, body: dict[str, Any]) -> tuple[int, Any]:
         if body["model"] not in ("tiny", *self.adapters):
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+        asked = body.get("prompt_logprobs")
+        if asked is not None and asked > self.most_log_probs:
+            message = (
+                f"Requested prompt logprobs of {asked}, which is greater than max allowed:"
+                f" {self.most_log_probs} (parameter=prompt_logprobs, value={asked})"
+            )
+            error = {"message": message, "type": "BadRequestError", "param": "prompt_logprobs"}
+            return 400, {"error": {**error, "code": 400}}
         return 200, self.counted(body)
 
     def bodies(self, path: str) -> list[Any]:
@@ -134,6 +171,8 @@ class StubServer(ThreadingHTTPServer):
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
         try:
+            if "prompt_logprobs" in body:
+                return self.score(body)
             return self.complete(body)
         finally:
             with self.lock:
@@ -188,6 +227,42 @@ class StubServer(ThreadingHTTPServer):
                 }
             ]
         }
+
+    @torch.no_grad()
+    def score(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer as vllm/entrypoints/openai/completion/serving.py does, with one greedy token.
+
+        Of each place but the first there is first the prompt's own token, with its rank, and then the
+        likeliest ones in their order. A token that is both has one entry, at the first place.
+        """
+        for key, value in body.items():
+            assert isinstance(value, FIELDS[key]), (key, value)
+        tokens = body["prompt"]
+        assert len(tokens) + body["max_tokens"] <= POSITIONS, "maximum context length"
+        with self.lock:
+            logits_TV = self.model(torch.tensor([tokens])).logits[0].float()
+        log_probs_TV = logits_TV.log_softmax(-1)
+        places: list[Any] = [None]
+        for place in range(1, len(tokens)):
+            log_probs_V = log_probs_TV[place - 1]
+            own = log_probs_V[tokens[place]]
+            values, ids = log_probs_V.topk(body["prompt_logprobs"])
+            ranked = [(tokens[place], float(own), int((log_probs_V >= own).sum()))]
+            for rank, (token, value) in enumerate(zip(ids.tolist(), values.tolist(), strict=True)):
+                ranked.append((token, value, rank + 1))
+            entries = {}
+            for token, value, rank in ranked:
+                entries[str(token)] = {"logprob": value, "rank": rank, "decoded_token": ""}
+            places.append(entries)
+        choice = {
+            "index": 0,
+            "text": "",
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+            "prompt_logprobs": places,
+        }
+        return {"object": "text_completion", "model": body["model"], "choices": [choice]}
 
     def run(self, name: str, tokens: list[int]) -> torch.Tensor:
         """The last logits of the model, with an adapter if it is asked for by the name of one."""

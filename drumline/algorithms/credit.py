@@ -346,4 +346,4 @@ def add_gae_advantages(
         is_trained_NM = mask_NM & is_trained_N[:, None]
         advantages_NM = whiten(advantages_NM, is_trained_NM)
     episodes = replace(episodes, advantages_NM=advantages_NM, returns_NM=returns_NM)
-    return episodes.weighted("token", 1, is_trained_N)
+    return episodes.add_loss_weights("token", 1, is_trained_N)

@@ -103,17 +103,27 @@ def cross_entropy(logit_P: Tensor, smoothing: float) -> Tensor:
     return kept_P - swapped_P
 
 
+def hinge(logit_P: Tensor) -> Tensor:
+    """Return max(0, 1 − l)."""
+    return relu(1 - logit_P)
+
+
+def squared_distance(difference_P: Tensor, beta: float) -> Tensor:
+    """Return (d − 1 / 2β)² of differences d of two scores."""
+    target = 1 / (2 * beta)
+    return (difference_P - target) ** 2
+
+
 def _sigmoid(pairs: PairScores) -> Tensor:
     return cross_entropy(pairs.logit_P, pairs.smoothing)
 
 
 def _hinge(pairs: PairScores) -> Tensor:
-    return relu(1 - pairs.logit_P)
+    return hinge(pairs.logit_P)
 
 
 def _ipo(pairs: PairScores) -> Tensor:
-    target = 1 / (2 * pairs.beta)
-    return (pairs.mean_delta_P - target) ** 2
+    return squared_distance(pairs.mean_delta_P, pairs.beta)
 
 
 def _sigmoid_norm(pairs: PairScores) -> Tensor:

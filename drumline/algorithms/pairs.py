@@ -66,7 +66,11 @@ class AnswerPairs(AnswerAlgorithm):
     """The base of algorithms that compare log-probabilities of two answers."""
 
     def sum_pairs(
-        self, loss_P: torch.Tensor, log_probs_B: torch.Tensor, rewards_B: torch.Tensor, batch: Any
+        self,
+        loss_P: torch.Tensor,
+        log_probs_B: torch.Tensor,
+        rewards_B: torch.Tensor,
+        real_P: torch.Tensor,
     ) -> LossOut:
         """Return the loss summed over the real pairs, and the sums that `step_metrics` reads.
 
@@ -74,12 +78,12 @@ class AnswerPairs(AnswerAlgorithm):
             loss_P: fp64, the loss of each pair.
             log_probs_B: fp64, the log-probability of each answer, for metrics.
             rewards_B: fp64, the implicit reward of each answer, for metrics.
-            batch: A batch of pairs.
+            real_P: 1 for a pair, 0 for a filler.
         """
         chosen_P, rejected_P = sides(log_probs_B)
         won_P, lost_P = sides(rewards_B.detach())
         sums = pair_sums(
-            batch.real_P,
+            real_P,
             accuracy=(won_P > lost_P).double(),
             margin=won_P - lost_P,
             reward_chosen=won_P,
@@ -87,7 +91,7 @@ class AnswerPairs(AnswerAlgorithm):
             log_prob_chosen=chosen_P,
             log_prob_rejected=rejected_P,
         )
-        loss_sum = (loss_P * batch.real_P).sum().float()
+        loss_sum = (loss_P * real_P).sum().float()
         return LossOut(loss_sum, sums)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from drumline.config.algorithm import AlgorithmSpec, ChunkedSpec, HeadOutput, RolloutSpec
+from drumline.config.algorithm import (
+    AlgorithmSpec,
+    ChunkedSpec,
+    HeadOutput,
+    RolloutSpec,
+    SamplingSpec,
+)
 from drumline.config.data import JUDGED_FORMS, PAIR_FORMS, RETRIEVAL_FORMS, DataConfig, Forms
 from drumline.plan.plan import Plan
 
@@ -212,8 +218,8 @@ class RetrievalSpec(AlgorithmSpec):
         }
 
 
-class PromptSpec(RolloutSpec):
-    """The base of algorithms that learn from rewards of completions which the policy samples."""
+class PromptRowSpec(SamplingSpec):
+    """The base of algorithms whose rows are prompts alone, which the policy completes."""
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.encode import PromptRowEncoder
@@ -224,6 +230,10 @@ class PromptSpec(RolloutSpec):
         from drumline.data.image_rows import VisionPromptEncoder
 
         return VisionPromptEncoder(tokenizer, self.new_tokens, data, vision)
+
+
+class PromptSpec(PromptRowSpec, RolloutSpec):
+    """The base of algorithms that learn from advantages of completions which the policy samples."""
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
         from drumline.data.batches import placeholder_episodes

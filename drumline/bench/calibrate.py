@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from drumline.bench.block import besides_products
-from drumline.dist.reduce import from_all
+from drumline.dist.reduce import gather_from_ranks
 from drumline.dist.start import RankInfo, start, stop
 from drumline.errors import EnvironmentFault, Preempted, UserError, WorkerFailed
 from drumline.foreign import disk_errors
@@ -424,7 +424,9 @@ def measure(task: Task, ranks: RankInfo) -> Calibration:
     products_of_ranks = []
     memory_of_ranks = []
     blocks_of_ranks = []
-    for rank_products, rank_memory, rank_blocks in from_all((own_products, own_memory, own_blocks)):
+    for rank_products, rank_memory, rank_blocks in gather_from_ranks(
+        (own_products, own_memory, own_blocks)
+    ):
         products_of_ranks.append(rank_products)
         memory_of_ranks.append(rank_memory)
         blocks_of_ranks.append(rank_blocks)

@@ -775,13 +775,13 @@ def _read_tensors(path: Path, entries: Mapping[str, Any], names: list[str]) -> d
     """Return the tensors of a checkpoint with these names. `entries`: shapes and types by name."""
     import torch
 
-    from drumline.checkpoint.load import load
+    from drumline.checkpoint.load import load_tensors
 
     tensors = {}
     for name in names:
         entry = entries[name]
         tensors[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    load(path, tensors, collective=False, allow_partial=True)
+    load_tensors(path, tensors, collective=False, allow_partial=True)
     return tensors
 
 

@@ -201,7 +201,7 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def load(
+def load_tensors(
     path: Path,
     tensors: dict[str, Tensor],
     collective: bool = True,

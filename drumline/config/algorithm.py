@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 from pydantic import Field, model_validator
 
 from drumline.config.data import PROMPT_FORMS, TEXT_FORMS, DataConfig, Forms
-from drumline.config.model import Head, Model, ModelConfig
+from drumline.config.model import Head, ModelConfig
 from drumline.config.optimizer import OptimizerConfig
 from drumline.config.registry import Registered, Spec
 from drumline.config.rollouts import (
+    REWARDING_ENVIRONMENTS,
     CurriculumConfig,
     Environment,
     Generator,
@@ -40,6 +41,7 @@ from drumline.config.rollouts import (
     TaskReward,
 )
 from drumline.config.section import Above0, Amount, RefusesNull, Weight
+from drumline.config.teachers import BaseTeacher, ServedTeacher, Teacher
 
 ReferenceKind = Literal["none", "precomputed", "live", "adapter"]
 # How a distilled model's distributions are compared with its teacher's.
@@ -138,6 +140,11 @@ class AlgorithmSpec(Spec):
     def forms(self) -> Forms:
         """The forms that a row may have, each a tuple of columns; `data.sources` reads them."""
         return TEXT_FORMS
+
+    @property
+    def evaluation_spec(self) -> AlgorithmSpec:
+        """The algorithm that reads the rows of `data.eval`, which may need fewer columns."""
+        return self
 
     @property
     def head(self) -> Head:
@@ -377,8 +384,9 @@ class TeachingSpec(ChunkedSpec):
     """
 
     reference_role: ClassVar[str] = "teacher"
-    teacher: Model = Field(
-        description="The model to learn from, with the tokenizer of the trained one."
+    teacher: Teacher = Field(
+        description="The model to learn from, with the tokenizer of the trained one: an id, a section as that of `model`, or a section of"
+        " kind server. base: the trained model with its adapter switched off (self-distillation).",
     )
     divergence: DivergenceKind = Field(
         "forward_kl",
@@ -410,9 +418,34 @@ class TeachingSpec(ChunkedSpec):
             raise ValueError("beta requires divergence: jsd")
         return self
 
+    @model_validator(mode="after")
+    def _refuse_what_servers_lack(self) -> TeachingSpec:
+        """Refuse what a server does not give: the whole vocabulary, and another temperature."""
+        if self.served_teacher is None:
+            return self
+        if self.top_k == 0:
+            raise ValueError(
+                "top_k: 0 is the whole vocabulary, and a server gives the likeliest tokens: set top_k, such as 20"
+            )
+        if self.temperature != 1:
+            raise ValueError("a server gives log-probs at temperature 1: leave temperature out")
+        return self
+
+    @property
+    def served_teacher(self) -> ServedTeacher | None:
+        """The teacher if it is on servers; None otherwise."""
+        if isinstance(self.teacher, ServedTeacher):
+            return self.teacher
+        return None
+
+    @property
+    def is_own_teacher(self) -> bool:
+        """Whether the teacher is the trained model with its adapter switched off."""
+        return isinstance(self.teacher, BaseTeacher)
+
     @property
     def asks_teacher_live(self) -> bool:
-        """Whether the teacher runs in every step. If not, it ran once before the first step."""
+        """Whether the teacher is asked during the run. If not, it is asked before the first step."""
         return True
 
     @property
@@ -420,11 +453,18 @@ class TeachingSpec(ChunkedSpec):
         return self
 
     def reference_of(self, config: Trained) -> ReferenceKind:
-        if self.asks_teacher_live:
-            return "live"
-        return "precomputed"
+        if not self.asks_teacher_live:
+            return "precomputed"
+        if self.served_teacher is not None:
+            # No model here computes anything for it.
+            return "none"
+        if self.is_own_teacher:
+            return "adapter"
+        return "live"
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
+        if not isinstance(self.teacher, ModelConfig):
+            return {}
         return {"teacher": AuxiliaryModel(self.teacher, "algorithm.teacher")}
 
 
@@ -432,6 +472,10 @@ class SamplingSpec(ChunkedSpec):
     """The base of algorithms whose policy learns from completions that it samples.
 
     The subclass declares `group_size`, the number of completions of each prompt.
+
+    A sample of batch.global_samples is one episode. If the loss compares several episodes of a group,
+    they are one sample: the subclass then overrides `rows_per_sample`, `samples_of_group` and
+    `learned_episodes`.
     """
 
     if TYPE_CHECKING:
@@ -454,7 +498,7 @@ class SamplingSpec(ChunkedSpec):
 
     @property
     def lookahead(self) -> int:
-        """Number of rollouts that are sampled while another one is learned from."""
+        """The number of rollouts that may be pending while another one is learned from."""
         return 0
 
     @property
@@ -480,15 +524,15 @@ class SamplingSpec(ChunkedSpec):
     )
     environment: Environment | None = Field(
         None,
-        description="What answers the model's turns, in processes of its own; null: an episode is one completion. With kind: class the"
-        " default of rewards is environment.",
+        description="What answers the model's turns, in processes of its own; null: an episode is one completion. With any kind"
+        " but tools the default of rewards is environment.",
     )
     epochs: int = Field(1, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
     minibatches: int = Field(
         1,
         gt=0,
         le=10**6,
-        description="Optimizer steps a pass: a rollout has this × batch.global_samples episodes.",
+        description="Optimizer steps a pass: a rollout has this × batch.global_samples episodes (online_dpo: pairs).",
     )
     curriculum: CurriculumConfig = Field(
         default_factory=CurriculumConfig, description="How many prompts each domain gives."
@@ -500,11 +544,11 @@ class SamplingSpec(ChunkedSpec):
     @model_validator(mode="before")
     @classmethod
     def _rewarded_by_environment(cls, values: Any) -> Any:
-        """Take the rewards of a class as environment if no others are given."""
+        """Take the environment's rewards, if it gives some and no others are given."""
         if not isinstance(values, dict) or "rewards" in values:
             return values
         environment = values.get("environment")
-        if isinstance(environment, dict) and environment.get("kind") == "class":
+        if isinstance(environment, dict) and environment.get("kind") in REWARDING_ENVIRONMENTS:
             return {**values, "rewards": [{"kind": "environment"}]}
         return values
 
@@ -521,11 +565,12 @@ class SamplingSpec(ChunkedSpec):
             raise ValueError(
                 "ahead samples while this rollout is learned from, and all ranks meet after each turn of an environment: leave one out"
             )
-        gives_rewards = environment is not None and environment.kind == "class"
+        gives_rewards = environment is not None and environment.gives_rewards
         asks_for_rewards = any(reward.kind == "environment" for reward in self.rewards)
         if asks_for_rewards and not gives_rewards:
             raise ValueError(
-                "a reward of kind environment needs `environment: {kind: class}`, which gives rewards"
+                "a reward of kind environment needs an environment that gives rewards, such as"
+                " `environment: {kind: class}`"
             )
         return self
 
@@ -574,7 +619,32 @@ class SamplingSpec(ChunkedSpec):
 
         A rollout, which has `minibatches` global batches, then holds whole groups.
         """
-        return self.group_size // math.gcd(self.group_size, self.minibatches)
+        return self.samples_of_group // math.gcd(self.samples_of_group, self.minibatches)
+
+    @property
+    def samples_of_group(self) -> int:
+        """The number of samples that a group is in a global batch: one for each of its episodes."""
+        return self.group_size
+
+    def episodes_of_rollout(self, global_samples: int) -> int:
+        """Return the number of episodes that are sampled for a rollout.
+
+        `global_samples`: the samples of a global batch.
+        """
+        samples = self.minibatches * global_samples
+        return samples * self.group_size // self.samples_of_group
+
+    def learned_episodes(self, rewards_N: Any, tokens_N: Any) -> list[int]:
+        """Return the indices of the episodes of a rollout that are learned from, at least one sample's.
+
+        With several rows a sample, first come the first rows of all samples, then the second ones. If
+        there are fewer samples than the steps of the rollout take, fillers complete their batches.
+
+        Args:
+            rewards_N: fp32, the reward of each episode, group after group; NaN if it has none.
+            tokens_N: int64, the number of tokens that the policy sampled in each episode.
+        """
+        return list(range(len(rewards_N)))
 
     @property
     def steps_per_rollout(self) -> int:
@@ -605,6 +675,16 @@ class SamplingSpec(ChunkedSpec):
         return False
 
     @property
+    def measures_divergence(self) -> bool:
+        """Whether each rollout measures the policy's divergence from the reference before its steps."""
+        return self.has_reference
+
+    @property
+    def loss_temperature(self) -> float:
+        """The temperature of the log-probabilities that the loss reads: that of the sampling."""
+        return self.generator.temperature
+
+    @property
     def sampled_share(self) -> float:
         """The share of the prompts that the policy completes itself.
 
@@ -617,7 +697,7 @@ class SamplingSpec(ChunkedSpec):
         """Most times that a rollout samples, until it has enough groups to learn from."""
         return 1
 
-    def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
+    def assign_credit(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
         """Return the episodes with advantages and with the weight of each token in the loss.
 
         They also get returns if a value model is trained. N is the number of episodes, and M the
@@ -629,6 +709,10 @@ class SamplingSpec(ChunkedSpec):
             cost_NM: fp32, the cost of the divergence from the reference at each token: the KL
                 estimate times the coefficient.
         """
+        return self.credited(episodes, rewards_N, cost_NM)
+
+    def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
+        """The name that `assign_credit` had until 0.6. Plug-ins may still define it in its place."""
         raise NotImplementedError
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
@@ -646,15 +730,24 @@ class SamplingSpec(ChunkedSpec):
         return models
 
 
-class RolloutSpec(SamplingSpec):
-    """The base of algorithms whose policy learns from the rewards of its completions.
-
-    They limit how far the policy moves, and may keep it near a reference model.
-    """
+class RewardedSpec(SamplingSpec):
+    """The base of algorithms whose policy learns from the rewards of its completions."""
 
     reward_failure: RewardFailureConfig = Field(
         default_factory=RewardFailureConfig, description="What is done when rewards keep failing."
     )
+
+    @property
+    def failure_limit(self) -> RewardFailureConfig:
+        return self.reward_failure
+
+
+class RolloutSpec(RewardedSpec):
+    """The base of algorithms that learn from advantages of completions.
+
+    They limit how far the policy moves, and may keep it near a reference model.
+    """
+
     clip: Above0 = Field(
         0.2,
         description="The probability ratio counts within 1 ± clip only (PPO, Schulman et al. 2017).",
@@ -664,22 +757,32 @@ class RolloutSpec(SamplingSpec):
     )
 
     @property
-    def failure_limit(self) -> RewardFailureConfig:
-        return self.reward_failure
-
-    @property
     def has_reference(self) -> bool:
         return self.kl.coefficient > 0
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
         models: dict[str, AuxiliaryModel] = {}
-        other = self.kl.reference_model
-        needs_model = other is not None or not config.adapter.is_reference_if_disabled
-        if self.has_reference and needs_model:
-            models["reference"] = AuxiliaryModel(
-                other or config.model, "algorithm.kl.reference_model"
-            )
+        if self.has_reference:
+            other = self.kl.reference_model
+            models = frozen_reference(config, other, "algorithm.kl.reference_model")
         return models | super().auxiliary_models(config)
+
+
+def frozen_reference(
+    config: Trained, other: ModelConfig | None, where: str
+) -> dict[str, AuxiliaryModel]:
+    """Return the role of a frozen reference model, which is loaded beside the policy.
+
+    It is empty if the policy without its adapter is the reference.
+
+    Args:
+        config: The config of the run.
+        other: Another reference than the model that training starts from; None: there is none.
+        where: The key of the YAML that sets `other`.
+    """
+    if other is None and config.adapter.is_reference_if_disabled:
+        return {}
+    return {"reference": AuxiliaryModel(other or config.model, where)}
 
 
 AlgorithmField = Annotated[AlgorithmSpec, Registered(AlgorithmSpec)]

@@ -155,7 +155,7 @@ class SourceSpec(Spec, Mixed):
     )
     domain: str | None = Field(
         None,
-        description="ppo, grpo, gkd: name of these prompts in the metrics; null: the task's or file's name.",
+        description="ppo, grpo, online_dpo, gkd: name of these prompts in the metrics; null: the task's or file's name.",
     )
     set: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = Field(
         None,

@@ -705,7 +705,8 @@ FREE = (
     *(f"eval.{name}" for name in EvalConfig.model_fields if name not in ("metric", "mode")),
     "run.dir", "run.deterministic", "run.device", "run.log_every", "run.collect_every", "run.report_to", "run.tracker", "run.callbacks",
     "data.workers", "data.prefetch", "data.verify", "data.cache_dir", "data.stream.blocks", "algorithm.loss_chunk",
-    "report", "run.profile", "algorithm.reward_failure", "algorithm.reward_workers", "model.attention", "model.trust_remote_code",
+    "report", "run.profile", "algorithm.reward_failure", "algorithm.reward_workers", "algorithm.teacher.url",
+    "algorithm.teacher.timeout_seconds", "model.attention", "model.trust_remote_code",
 )  # fmt: skip
 
 

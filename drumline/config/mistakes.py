@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from drumline.config.config import Config
+from drumline.config.model import ModelConfig
 from drumline.config.registry import Spec, kinds, literal_kinds, nearest
 from drumline.config.section import Short, null_means_default, refusal_of_null
 from drumline.errors import ConfigError
@@ -173,6 +174,8 @@ def _place_and_kind(loc: tuple[str | int, ...]) -> tuple[Place, str | None]:
     tag: str | None = None
     kind_around: str | None = None
     for part in map(str, loc):
+        if tag is None and _is_tag_of_model(part, place):
+            continue
         if tag is None and _selects_section(part, place):
             tag = part
             continue
@@ -188,6 +191,15 @@ def _place_and_kind(loc: tuple[str | int, ...]) -> tuple[Place, str | None]:
 def _selects_section(part: str, place: Place) -> bool:
     """Return whether a part of pydantic's location is the kind of a section at a place."""
     return any(kind_of(model) == part for model in models_at(place))
+
+
+def _is_tag_of_model(part: str, place: Place) -> bool:
+    """Return whether a part of pydantic's location stands for a section of a model.
+
+    That is the case at a key that takes a model or sections of other kinds, as a teacher does.
+    """
+    models = models_at(place)
+    return part == "hf" and ModelConfig in models and len(models) > 1
 
 
 def _is_plain_union(place: Place) -> bool:

@@ -6,7 +6,7 @@ This module does not import torch.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -143,9 +143,9 @@ class EnvironmentReward(_UntimedReward):
 
 
 # Rewards that are computed in processes of their own, within a limit of time.
-TimedReward = FunctionReward | TaskReward | MathReward | RegexReward
+IsolatedReward = FunctionReward | TaskReward | MathReward | RegexReward
 Reward = Annotated[
-    TimedReward | LengthReward | ModelReward | EnvironmentReward,
+    IsolatedReward | LengthReward | ModelReward | EnvironmentReward,
     Field(discriminator="kind"),
     KIND_ALONE,
 ]
@@ -168,6 +168,14 @@ class _Generator(Section):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="Texts that end a completion, besides the end-of-sequence token."
     )
+
+    @model_validator(mode="after")
+    def _refuse_top_p_of_greedy_choices(self) -> _Generator:
+        if self.top_k == 1 and self.top_p < 1:
+            raise ValueError(
+                "top_k 1 takes the likeliest token whatever top_p is: take one of them out"
+            )
+        return self
 
 
 class HFGenerator(_Generator):
@@ -193,6 +201,24 @@ _SERVERS = (
     "http://HOST:PORT of the server, or a list of them. A request goes to the server with the fewest requests under way. If a server"
     " is lost, its requests go to the others. Once it is back, it gets the present weights, and then requests again."
 )
+
+
+def list_urls(url: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the addresses of a key `url` as a tuple; empty without any."""
+    if url is None:
+        return ()
+    if isinstance(url, str):
+        return (url,)
+    return url
+
+
+def check_urls(urls: tuple[str, ...]) -> None:
+    """Raise ValueError for addresses of servers that are no URLs or given twice."""
+    for url in urls:
+        if not url.startswith(("http://", "https://", "${env:")):
+            raise ValueError("url begins with http:// or https://")
+    if len(set(urls)) < len(urls):
+        raise ValueError("a server stands twice in url")
 
 
 class ServerGenerator(_Generator):
@@ -221,20 +247,12 @@ class ServerGenerator(_Generator):
     @property
     def urls(self) -> tuple[str, ...]:
         """The addresses of the servers; empty without any."""
-        if self.url is None:
-            return ()
-        if isinstance(self.url, str):
-            return (self.url,)
-        return self.url
+        return list_urls(self.url)
 
     @model_validator(mode="after")
     def _check_servers(self) -> ServerGenerator:
         """Refuse addresses that are no URLs or given twice, and a folder that is not used."""
-        for url in self.urls:
-            if not url.startswith(("http://", "https://", "${env:")):
-                raise ValueError("url begins with http:// or https://")
-        if len(set(self.urls)) < len(self.urls):
-            raise ValueError("a server stands twice in url")
+        check_urls(self.urls)
         if self.weights == "none" and self.folder is not None:
             raise ValueError("folder is where weights are written: take it out, or set weights")
         return self
@@ -262,9 +280,21 @@ class VLLMGenerator(ServerGenerator):
     )
 
     @model_validator(mode="after")
+    def _reads_its_keys(self) -> VLLMGenerator:
+        """Refuse keys of servers for an engine in each rank, and keys of that engine for servers."""
+        if self.url is None:
+            unread = ["timeout_seconds", "weights", "folder"]
+            fix = "is of servers: set url, or take it out"
+        else:
+            unread = ["memory"]
+            fix = "is of an engine in each rank, and url names servers: take one of them out"
+        for name in unread:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} {fix}")
+        return self
+
+    @model_validator(mode="after")
     def _can_be_asked(self) -> VLLMGenerator:
-        if self.url is None and (self.weights != "folder" or self.folder is not None):
-            raise ValueError("weights and folder are of a server: set url")
         if self.temperature != 1 and (self.top_p < 1 or self.top_k > 0):
             raise ValueError(
                 "vLLM tells log-probs before the temperature, or after top_p and top_k too: leave temperature at 1, or top_p and top_k off"
@@ -304,6 +334,12 @@ Generator = Annotated[
 
 
 class _Environment(Section):
+    # Whether it gives rewards.
+    gives_rewards: ClassVar[bool] = True
+    # Whether it gives its only reward at the end of an episode, so that it must hear of an end that it
+    # did not choose.
+    scores_at_end: ClassVar[bool] = False
+
     turns: int = Field(8, gt=0, le=10**4, description="Most turns of the model in an episode.")
     max_tokens: Count = Field(
         description="Most tokens of an episode behind its prompt, those of the model and of the environment together. The model gets"
@@ -327,9 +363,16 @@ class ClassEnvironment(_Environment):
         default_factory=dict, description="Keyword arguments of the class."
     )
 
+    @property
+    def code(self) -> tuple[str, ...]:
+        """What a process of the environment imports."""
+        return (self.path,)
+
 
 class ToolsEnvironment(_Environment):
     """Python functions that the model may call; an episode ends with a turn without a call."""
+
+    gives_rewards: ClassVar[bool] = False
 
     kind: Literal["tools"] = "tools"
     functions: tuple[PathText, ...] = Field(
@@ -338,8 +381,71 @@ class ToolsEnvironment(_Environment):
         " become the JSON schema that the chat template shows the model.",
     )
 
+    @property
+    def code(self) -> tuple[str, ...]:
+        """What a process of the environment imports."""
+        return self.functions
 
-Environment = Annotated[ClassEnvironment | ToolsEnvironment, Field(discriminator="kind")]
+
+class VerifiersEnvironment(_Environment):
+    """An environment of the package verifiers, whose rubric scores whole episodes."""
+
+    scores_at_end: ClassVar[bool] = True
+
+    kind: Literal["verifiers"] = "verifiers"
+    id: PathText = Field(
+        description="What `verifiers.load_environment` loads: the name of an installed environment, or of a file beside the YAML"
+        " (without .py) that has a function load_environment. It needs version 0.3 of the package verifiers."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of load_environment."
+    )
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """What a process of the environment imports."""
+        return (self.id,)
+
+
+class OpenEnvEnvironment(_Environment):
+    """A server of the package openenv, on which each episode has a session of its own."""
+
+    kind: Literal["openenv"] = "openenv"
+    url: PathText = Field(description="http://HOST:PORT of the server.")
+    action: PathText = Field(
+        description="The field of an action that gets the text of the model's turn. Or `module:function` or `file.py:function` (relative"
+        " to the YAML), which gets the model's message {role, content} and returns an action as a dictionary."
+    )
+    observation: PathText = Field(
+        description="The field of an observation that the model reads. Or a function, which gets an observation as a dictionary and"
+        " returns a text. That of `reset` stands behind the row's prompt."
+    )
+    columns: tuple[str, ...] = Field(
+        (),
+        description="Columns of the row that the server's `reset` gets by their names, besides `seed`.",
+    )
+
+    @model_validator(mode="after")
+    def _check_url(self) -> OpenEnvEnvironment:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError("url begins with http:// or https://")
+        if "seed" in self.columns:
+            raise ValueError("the server's reset gets a seed of its own: take seed out of columns")
+        return self
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """What a process of the environment imports."""
+        functions = [path for path in (self.action, self.observation) if ":" in path]
+        return ("openenv", *functions)
+
+
+Environment = Annotated[
+    ClassEnvironment | ToolsEnvironment | VerifiersEnvironment | OpenEnvEnvironment,
+    Field(discriminator="kind"),
+]
+# Kinds whose rewards are the default of `rewards`.
+REWARDING_ENVIRONMENTS = ("class", "verifiers", "openenv")
 
 
 class KLConfig(Section):

@@ -757,7 +757,7 @@ class Episodes:
             lengths.append(len(prompt) + len(completion))
         return np.asarray(lengths, np.int64)
 
-    def weighted(
+    def add_loss_weights(
         self,
         normalize: Literal["sequence", "token", "constant"],
         constant: int,

@@ -86,6 +86,9 @@ def cache_key(
     """
     data = config.data
     is_for_training = split != "eval"
+    algorithm = config.algorithm
+    if not is_for_training:
+        algorithm = algorithm.evaluation_spec
     # A new item here would rename every cache, and all would be made again. So the item of a new
     # setting must be left out while the setting is not used.
     parts: dict[str, Any] = {
@@ -97,7 +100,7 @@ def cache_key(
         "kept_free": config.algorithm.new_tokens,
         "role": split,
         "holdout": 0,
-        **config.algorithm.cache_parts(),
+        **algorithm.cache_parts(),
     }
     if not config.images_alone:
         parts["tokenizer"] = _identify_tokenizer(config, tokenizer_path, base_dir)

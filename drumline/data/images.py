@@ -336,7 +336,7 @@ def _rope_of_batch(
         grids = [tuple(grid) for grid in meta.get("grid", ())]
         for tokens, _ in row or ():
             stop = start + len(tokens)
-            positions = vision.positions(tokens, grids)
+            positions = vision.rotary_positions(tokens, grids)
             if positions is None:
                 return None
             rope_3BT[:, index, start:stop] = positions

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from drumline.config.algorithm import AlgorithmSpec
 from drumline.config.config import Config
 from drumline.config.data import Source, TasksSource
 from drumline.data.cache import (
@@ -83,6 +84,13 @@ class CacheBuild:
         if self.eval_set is None:
             return "train"
         return "eval"
+
+    @property
+    def algorithm(self) -> AlgorithmSpec:
+        """The algorithm that reads the rows."""
+        if self.split == "eval":
+            return self.config.algorithm.evaluation_spec
+        return self.config.algorithm
 
     @property
     def is_stream(self) -> bool:
@@ -205,7 +213,7 @@ def read_matching_rows(
     """
     source = build.sources[source_index]
     raw_filter = _ConditionFilter(build, source_index, counts, on_raw_rows)
-    forms = build.config.algorithm.forms
+    forms = build.algorithm.forms
     ties = Counter[str]()
     found = 0
     for row in read_rows(
@@ -325,7 +333,7 @@ def make_chunk_encoder(
         # A curriculum orders training rows only: evaluation rows need no column for it.
         data = data.model_copy(update={"curriculum": None})
     return ChunkEncoder(
-        tokenizer_path, config.model, config.algorithm, data, build.vision, evaluation
+        tokenizer_path, config.model, build.algorithm, data, build.vision, evaluation
     )
 
 

@@ -29,7 +29,8 @@ class TaughtBatch(TokenBatch):
     """A TokenBatch with what a teacher says of its targets.
 
     Attributes:
-        samples: the number of each row's sample in its cache, -1 for a filler.
+        samples: the number of each row's sample in its cache, or of its episode in the rollout; -1
+            for a filler.
         teacher: the teacher's distributions at the batch's M targets, in their order; None until
             they are known.
     """
@@ -53,7 +54,8 @@ def collate_taught_episodes(
     episodes: Episodes, picks: Sequence[int], pad_id: int, width: int | None
 ) -> TaughtEpisodeBatch:
     """Return a batch of some episodes; arguments as those of `collate_episodes`."""
-    return TaughtEpisodeBatch(**vars(collate_episodes(episodes, picks, pad_id, width)))
+    batch = collate_episodes(episodes, picks, pad_id, width)
+    return TaughtEpisodeBatch(**vars(batch), samples=tuple(int(pick) for pick in picks))
 
 
 def collate_taught(
@@ -76,7 +78,12 @@ def placeholder_teacher(batch: TokenBatch, plan: Plan) -> Teacher:
     if teaching.top_k:
         ids_MK = torch.arange(teaching.top_k).expand(tokens, -1)
         return Choices(ids_MK, torch.zeros(tokens, teaching.top_k + 1))
-    role = plan.roles["teacher"]
-    config = load_config(role.model_path, role.model).get_text_config()
+    model_path = plan.model_path
+    model = plan.config.model
+    if not teaching.is_own_teacher:
+        role = plan.roles["teacher"]
+        model_path = role.model_path
+        model = role.model
+    config = load_config(model_path, model).get_text_config()
     head = LinearHead(torch.zeros(config.vocab_size, config.hidden_size))
     return TeacherStates(torch.zeros(tokens, config.hidden_size), head)

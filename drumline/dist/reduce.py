@@ -52,7 +52,7 @@ def add_up(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def from_all(mine: T) -> list[T]:
+def gather_from_ranks(mine: T) -> list[T]:
     """Return the values `mine` of all ranks, in their order. Collective.
 
     The values are pickled. Without a process group there is only this rank's.
@@ -62,6 +62,33 @@ def from_all(mine: T) -> list[T]:
     values = [mine] * dist.get_world_size()
     dist.all_gather_object(values, mine)
     return values
+
+
+def rows_of_all(rows: torch.Tensor) -> list[torch.Tensor]:
+    """Return the rows of all ranks, in the order of ranks. Collective.
+
+    Without a process group there is only this rank's.
+
+    Args:
+        rows: [R, …], of the process group's device. R may differ between ranks; dtype and the other
+            sizes may not.
+    """
+    if not dist.is_initialized():
+        return [rows]
+    world_size = dist.get_world_size()
+    own_length = torch.tensor([len(rows)], device=rows.device)
+    lengths = [torch.empty_like(own_length) for _ in range(world_size)]
+    dist.all_gather(lengths, own_length)
+    numbers_of_rows = torch.cat(lengths).tolist()
+    longest = max(numbers_of_rows)
+    if longest == 0:
+        return [rows] * world_size
+    # All ranks must send equally many.
+    padded = rows.new_zeros((longest, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(gathered, padded)
+    return [part[:number] for part, number in zip(gathered, numbers_of_rows, strict=True)]
 
 
 class SumReducer:
@@ -134,7 +161,7 @@ class SumReducer:
 
     def require_same_names(self, names: tuple[str, ...]) -> None:
         """Raise UserError on all ranks if the names of sums differ between them. Collective."""
-        for rank, theirs in enumerate(from_all(names)):
+        for rank, theirs in enumerate(gather_from_ranks(names)):
             if theirs != names:
                 own_list = ", ".join(names) or "nothing"
                 their_list = ", ".join(theirs) or "nothing"

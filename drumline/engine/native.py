@@ -581,7 +581,7 @@ class NativeEngine(ForwardEngine):
         if isinstance(self.optimizer, OptimizerOnHost):
             self.optimizer.refresh()
         self._weights_changed()
-        self.loss_scale.load(state.get("scaler", {}))
+        self.loss_scale.load_state(state.get("scaler", {}))
         if isinstance(self.wrapper, Replicated) and self.wrapper.compressor:
             self.wrapper.compressor.step = state["step"]
 

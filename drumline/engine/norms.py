@@ -204,7 +204,7 @@ class LossScale:
         """Return what a checkpoint holds of the scale, as JSON."""
         return {"scale": float(self.value), "good_steps": int(self.good_steps)}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Take over a saved state; do nothing if it comes from a run in another precision."""
         if self.enabled and "good_steps" in state:
             self.value.fill_(float(state["scale"]))

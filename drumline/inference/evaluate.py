@@ -417,7 +417,7 @@ def _require_answers(plan: Plan) -> None:
     algorithm = plan.config.algorithm
     if not algorithm.has_answers:
         what = f"it is for algorithm sft, and this is {algorithm.kind}"
-        fix = "leave it out: held-out prompts of ppo, grpo and gkd are answered anyway"
+        fix = "leave it out: held-out prompts of ppo, grpo, online_dpo and gkd are answered anyway"
         raise UserError(what, where="--generate", fix=fix)
     if any(cache.info.get("images") for cache in open_held_out(plan)):
         what = "prompts with images are not answered here"

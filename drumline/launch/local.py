@@ -187,6 +187,8 @@ class _AttemptJudge:
     Attributes:
         events_before_launch: Number of events that earlier launches have written.
         events_before_attempt: Number of events before the present attempt.
+        failure_before_restart: The failure that the present attempt followed, in one line; None for
+            the first attempt of the launch.
     """
 
     def __init__(self, plan: Plan, events_path: Path, on_oom: OnOutOfMemory) -> None:
@@ -197,6 +199,7 @@ class _AttemptJudge:
         self.restarts = Restarts(plan.config.launch.max_restarts, "launch.max_restarts is 0")
         self.events_before_launch = len(read(events_path))
         self.events_before_attempt = self.events_before_launch
+        self.failure_before_restart: str | None = None
 
     def finish(self, ends: list[RankEnd], attempt: int, signals: LauncherSignals) -> int | None:
         """Report how an attempt ended. Return the exit code of the launch; None to start again.
@@ -214,7 +217,7 @@ class _AttemptJudge:
             _report_stopped_export(signals.number, plan, self.events_path)
             return Preempted.exit_code
         if code is not None:
-            _report_end(ends, code, signals.number, plan)
+            _report_end(ends, code, signals.number, plan, self._failure_behind_end())
             _note_mistake(ends, code, attempt, self.events_path)
             if code == 0:
                 _report_failed_export(self.events_path, self.events_before_attempt)
@@ -229,6 +232,17 @@ class _AttemptJudge:
         if may_start_again:
             return None
         return 1
+
+    def _failure_behind_end(self) -> str | None:
+        """Return the failure that explains the end of an attempt which finished no step.
+
+        A restart may meet what the failure has left behind: a server that died in the first attempt
+        cannot be found in the second one. After a step the two have nothing to do with each other.
+        """
+        events_of_attempt = read(self.events_path)[self.events_before_attempt :]
+        if any(isinstance(event, Step) for event in events_of_attempt):
+            return None
+        return self.failure_before_restart
 
     def _decide(
         self, cause: RankEnd, ends: list[RankEnd], attempt: int, signals: LauncherSignals
@@ -256,6 +270,7 @@ class _AttemptJudge:
             )
             again = f"{self.restarts.left} restarts left until the next progress"
         report_failure(cause, ends, attempt, step, reason, again, self.events_path, memory_line)
+        self.failure_before_restart = _describe_failure(cause, step, memory_line)
         return reason is None
 
 
@@ -422,14 +437,25 @@ def reports_with_exit_code(ends: list[RankEnd], code: int) -> list[RankEnd]:
     return [end for end in ends if end.error and end.error.get("exit_code") == code]
 
 
-def _report_end(ends: list[RankEnd], code: int, stop_signal: int, plan: Plan) -> None:
-    """Print one line about a deliberate end, once for all ranks."""
+def _report_end(
+    ends: list[RankEnd], code: int, stop_signal: int, plan: Plan, earlier_failure: str | None
+) -> None:
+    """Print one line about a deliberate end, once for all ranks.
+
+    `earlier_failure`: the failure that a mistake of this attempt may come from; None if there is none.
+    """
     reports = reports_with_exit_code(ends, code)
     if reports:
+        message = reports[0].message
         if code == Preempted.exit_code:
-            say(f"stopped: {reports[0].message}")
+            say(f"stopped: {message}")
+        elif earlier_failure is not None:
+            say(
+                f"error: {message}; this was a restart: before it, {earlier_failure};"
+                " once that is mended, go on with --resume"
+            )
         else:
-            say(f"error: {reports[0].message}")
+            say(f"error: {message}")
     elif code == Preempted.exit_code:
         say("stopped: before the first step, nothing was lost — go on with --resume")
     elif code == NotSaved.rank_code:
@@ -512,8 +538,7 @@ def report_failure(
         EventLog(events_path).emit(Hang(attempt=attempt, host=cause.host or None, **hang))
         for end in ends:
             write_stacks(end.log.parent, (end.error or {}).get("stacks", {}))
-    summary = memory_line or cause.message.splitlines()[0]
-    first = f"error: {cause.name} failed after step {step}: {summary}"
+    first = f"error: {_describe_failure(cause, step, memory_line)}"
     if reason is not None:
         say(f"{first} — {reason}; see {cause.log}")
     else:
@@ -544,6 +569,12 @@ def report_failure(
         cause=likely,
     )
     EventLog(events_path).emit(fault)
+
+
+def _describe_failure(cause: RankEnd, step: int, memory_line: str | None) -> str:
+    """Return a failure in one line. The arguments are those of `report_failure`."""
+    summary = memory_line or cause.message.splitlines()[0]
+    return f"{cause.name} failed after step {step}: {summary}"
 
 
 def _cause_line(reported: str) -> str | None:

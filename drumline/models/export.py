@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from drumline.checkpoint.load import check, load, newest, read_pointer
+from drumline.checkpoint.load import check, load_tensors, newest, read_pointer
 from drumline.checkpoint.manifest import folder_name, read_manifest
 from drumline.config.config import LoRAConfig
 from drumline.config.model import Head, ModelConfig
@@ -347,7 +347,7 @@ def _build_trained_model(plan: Plan, model: ModelConfig, checkpoint: Path, merge
     freeze(built, model.freeze)
     if isinstance(adapter, LoRAConfig):
         adapters.inject(built, adapter, seed)
-    load(checkpoint, canonical_tensors(built), collective=False)
+    load_tensors(checkpoint, canonical_tensors(built), collective=False)
     built.config.use_cache = True
     if head in WRITING and path is not None:
         # A model without one keeps what transformers makes from the config.

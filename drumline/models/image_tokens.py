@@ -184,7 +184,7 @@ class Vision(ABC):
         """Return what a model that generates needs besides `arguments`, for prompts with images."""
         return {}
 
-    def positions(
+    def rotary_positions(
         self, tokens: npt.NDArray[Any], grids: list[Grid]
     ) -> npt.NDArray[np.int64] | None:
         """Return int64[3, n]: the positions of n tokens; None if they are 0, 1, 2, …
@@ -278,7 +278,7 @@ class QwenVision(Vision):
         # The model finds the positions of tokens by these.
         return {"mm_token_type_ids": (ids_BT == self.token_id).int()}
 
-    def positions(
+    def rotary_positions(
         self, tokens: npt.NDArray[Any], grids: list[Grid]
     ) -> npt.NDArray[np.int64] | None:
         """Return the positions in time, height and width of some tokens, int64[3, n].

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import save_model
 from torch import nn
 
-from drumline.checkpoint.load import best_or_latest, check, load, read_pointer, read_state
+from drumline.checkpoint.load import best_or_latest, check, load_tensors, read_pointer, read_state
 from drumline.config.model import ModelConfig
 from drumline.config.registry import find_function, run_user_code
 from drumline.dist.seeds import derive
@@ -173,7 +173,7 @@ def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
     Values(source, "cpu", seed).fill(module)
     freeze(module, plan.config.model.freeze)
     check(checkpoint, verify=True, collective=False)
-    load(checkpoint, canonical_tensors(module), collective=False)
+    load_tensors(checkpoint, canonical_tensors(module), collective=False)
     # What modules return from `get_extra_state` lies in the engine's part of a checkpoint.
     engine_state = read_state(checkpoint).get("engine", {})
     set_extra_states(module, engine_state.get("modules", {}))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from drumline.config.algorithm import TeachingSpec
 from drumline.config.config import LoRAConfig
 from drumline.config.refusal import Refusal
 from drumline.plan.rule import Case, is_data_parallel_only, packed_bits
@@ -26,7 +27,11 @@ def refusals(case: Case) -> Iterator[Refusal]:
         yield from _quantization(case)
     if case.config.checkpoint.export_adapter:
         yield from _export(case)
-    if case.config.algorithm.reference_of(case.config) == "adapter":
+    teaching = case.config.algorithm.teaching
+    if teaching is not None:
+        if teaching.is_own_teacher:
+            yield from _own_teacher(case, teaching)
+    elif case.config.algorithm.reference_of(case.config) == "adapter":
         yield from _reference(case)
 
 
@@ -123,6 +128,43 @@ def _export(case: Case) -> Iterator[Refusal]:
             f"take {key} out: the merged model is exported",
             key,
         )
+
+
+def _own_teacher(case: Case, teaching: TeachingSpec) -> Iterator[Refusal]:
+    """Yield refusals of a teacher that is the trained model with its adapter switched off."""
+    key = "algorithm.teacher"
+    adapter = case.config.adapter
+    if not isinstance(adapter, LoRAConfig):
+        yield Refusal(
+            "teacher=base × no adapter",
+            "there is no adapter to switch off",
+            "use adapter=lora, or name a model as the teacher",
+            key,
+        )
+        return
+    if not adapter.is_reference_if_disabled:
+        yield Refusal(
+            "teacher=base × PiSSA, modules_to_save",
+            "without the adapter the model is not the one that training starts from: PiSSA and modules_to_save change its weights",
+            "name the model itself as the teacher",
+            key,
+        )
+    if teaching.top_k == 0 and _adapts_head(case, adapter):
+        yield Refusal(
+            "teacher=base × top_k=0 × an adapter over embedding or head",
+            "the head itself gives the teacher's logits, and the adapter stands in its place",
+            "use algorithm.top_k=32",
+            "algorithm.top_k",
+        )
+
+
+def _adapts_head(case: Case, adapter: LoRAConfig) -> bool:
+    """Return whether factors or trained rows lie over the embedding or the head."""
+    if adapter.trainable_tokens:
+        return True
+    if case.facts is None:
+        return False
+    return any(".lora_" in weight.name for weight in case.facts.end_weights)
 
 
 def _reference(case: Case) -> Iterator[Refusal]:

@@ -1,7 +1,8 @@
 """Compute the sizes of batches and the number of steps. Pure functions.
 
 global samples = micro-batch × accumulation × data ranks; what the user leaves open is computed. A
-rollout has minibatches × global samples episodes, and the policy learns from each `epochs` times.
+rollout has minibatches × global samples, and the policy learns from each `epochs` times. A sample of
+a rollout is an episode, or a pair of two.
 """
 
 from __future__ import annotations
@@ -296,7 +297,7 @@ def _steps_of_epoch(config: Config, batch: BatchPlan, data: DataPlan) -> float:
     if rollout is None:
         return data.epoch / batch.global_samples
     episodes_of_epoch = data.epoch * rollout.group_size
-    episodes_of_rollout = rollout.minibatches * batch.global_samples
+    episodes_of_rollout = rollout.episodes_of_rollout(batch.global_samples)
     return rollout.steps_per_rollout * episodes_of_epoch / episodes_of_rollout
 
 
@@ -310,7 +311,7 @@ def steps_of_rollouts(
     """
     minibatches = algorithm.minibatches
     group = algorithm.group_size
-    episodes = minibatches * batch.global_samples
+    episodes = algorithm.episodes_of_rollout(batch.global_samples)
     what = f"a rollout of {minibatches} minibatches × {batch.global_samples} episodes does not divide into groups of {group}"
     fix = "choose batch.global_samples × algorithm.minibatches as {}"
     prompts = _divide_exactly(episodes, group, what, "algorithm.group_size", fix)

@@ -333,7 +333,9 @@ class Layout(Frozen):
             return 1.0
         if data is None or not data.train_samples:
             return float(self.max_length)
-        mean = data.tokens_per_sample / config.algorithm.rows_per_sample
+        mean = data.tokens_per_sample
+        if config.algorithm.rollout is None:
+            mean /= config.algorithm.rows_per_sample
         return min(float(self.max_length), mean + config.algorithm.new_tokens)
 
     @property

@@ -14,6 +14,8 @@ def refusals(case: Case) -> Iterator[Refusal]:
     if teaching is None or teaching.top_k > 0 or case.facts is None:
         return
     teacher = case.facts.roles.get("teacher")
+    if teaching.is_own_teacher:
+        teacher = case.facts
     if teacher is None:
         return
     if teacher.changes_logits:

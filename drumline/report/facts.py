@@ -59,6 +59,8 @@ ROLLOUT = {
     "ended": "part of completions that ended",
     # In nats: difference of log-probs between the generator and the policy.
     "sampler_gap": "sampler gap",
+    # Optimizer steps between the weights that sampled a rollout and the first step that learns from it.
+    "staleness": "staleness",
 }
 # A group is all completions of one prompt.
 GROUPS_ALIKE = "share of groups whose rewards do not differ"
@@ -144,13 +146,8 @@ def curve_values(event: dict[str, Any]) -> dict[str, float | None]:
     if event["kind"] == "eval":
         return _evaluation_curves(values)
     if event["kind"] == "rollout":
-        # None: the policy itself sampled, so there is no gap in log-probs to another generator.
-        if event.get("sampler_gap") is None:
-            values.pop("sampler_gap", None)
-        # A run of gkd may have no rewards at all.
-        if event.get("rewards") == {}:
-            values.pop("reward", None)
-        return _rollout_curves(values)
+        absent = _absent_of_rollout(event)
+        return _rollout_curves({key: each for key, each in values.items() if key not in absent})
     return {}
 
 
@@ -183,6 +180,24 @@ def _evaluation_curves(values: dict[str, float | None]) -> dict[str, float | Non
         if key not in NOT_SCORES:
             curves[f"{HELD_OUT}{key}"] = value
     return curves
+
+
+def _absent_of_rollout(event: dict[str, Any]) -> set[str]:
+    """Return the numbers that a rollout cannot have, whose nulls are no NaN."""
+    absent = set()
+    # None: the policy itself sampled, so there is no gap in log-probs to another generator.
+    if event.get("sampler_gap") is None:
+        absent.add("sampler_gap")
+    # None: nothing is sampled ahead.
+    if event.get("staleness") is None:
+        absent.add("staleness")
+    # A run of gkd may have no rewards at all.
+    if event.get("rewards") == {}:
+        absent.add("reward")
+    # gkd learned the completions of rows alone, so no completion has a length.
+    if event.get("episodes") == 0:
+        absent |= {"length", "length_max", "ended"}
+    return absent
 
 
 def _rollout_curves(values: dict[str, float | None]) -> dict[str, float | None]:

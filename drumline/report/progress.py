@@ -871,18 +871,13 @@ def _rollout_line(event: events.Rollout) -> str:
     if has_groups and isinstance(event.groups_differ, float | int):
         alike = 1 - event.groups_differ
         parts.append(f"groups without a difference {alike:.0%}")
-    parts.append(f"length {event.length:.1f}")
-    parts.append(f"ended {event.ended:.0%}")
+    if event.episodes:
+        parts.append(f"length {_format_number(event.length, '.1f')}")
+        parts.append(f"ended {_format_number(event.ended, '.0%')}")
     parts += _conversation_parts(event)
     if event.from_rows:
         parts.append(f"completions of rows {event.from_rows}")
-    if event.sampler_gap is not None:
-        parts.append(f"sampler off by {event.sampler_gap:.2g} nats")
-    # If the policy itself samples, rounding is all that is left.
-    if event.sampler_gap is not None and "sampler_log_ratio" in event.metrics:
-        log_ratio = _format_number(event.metrics["sampler_log_ratio"], ".2g")
-        largest = _format_number(event.metrics.get("sampler_log_ratio_max"), ".2g")
-        parts.append(f"log-ratio to the sampler {log_ratio}, at most {largest}")
+    parts += _sampler_parts(event)
     if event.lost_servers:
         lost = ", ".join(event.lost_servers)
         parts.append(f"lost: {lost}")
@@ -893,6 +888,23 @@ def _rollout_line(event: events.Rollout) -> str:
     if event.trained is False:
         head += " (not trained on)"
     return f"{head}: {numbers}"
+
+
+def _sampler_parts(event: events.Rollout) -> list[str]:
+    """Return how far the weights that sampled a rollout are from the policy; empty if it sampled itself."""
+    parts = []
+    if event.sampler_gap is not None:
+        parts.append(f"sampler off by {event.sampler_gap:.2g} nats")
+    if event.staleness:
+        age = plural(event.staleness, "step")
+        parts.append(f"sampled {age} earlier")
+    # If the policy itself samples, rounding is all that is left.
+    has_other_sampler = event.sampler_gap is not None or event.staleness is not None
+    if has_other_sampler and "sampler_log_ratio" in event.metrics:
+        log_ratio = _format_number(event.metrics["sampler_log_ratio"], ".2g")
+        largest = _format_number(event.metrics.get("sampler_log_ratio_max"), ".2g")
+        parts.append(f"log-ratio to the sampler {log_ratio}, at most {largest}")
+    return parts
 
 
 def _conversation_parts(event: events.Rollout) -> list[str]:
@@ -921,12 +933,12 @@ def _rewards_of_domains(event: events.Rollout) -> list[str]:
 
 def _rollout_seconds(event: events.Rollout) -> str:
     """Return what the seconds of a rollout were spent on."""
-    parts = [
-        f"generate {event.generate_s:.1f}",
-        f"reward {event.reward_s:.1f}",
-        f"infer {event.infer_s:.1f}",
-        f"train {event.train_s:.1f}",
-    ]
+    parts = [f"generate {event.generate_s:.1f}"]
+    # Without rewards nothing is said of them.
+    if event.rewards:
+        parts.append(f"reward {event.reward_s:.1f}")
+    parts.append(f"infer {event.infer_s:.1f}")
+    parts.append(f"train {event.train_s:.1f}")
     return "seconds " + ", ".join(parts)
 
 

@@ -22,11 +22,30 @@ from drumline.rl.generate import (
     Weights,
 )
 from drumline.rl.hand_over import AdapterFiles, WeightFolder
+from drumline.rl.restarts import restore_none
 from drumline.rl.servers import ServedGenerator, Server
 from drumline.rl.sglang import RemoteSGLang
 from drumline.rl.vllm import InProcessVLLM, RemoteVLLM
 
-Refresh = Callable[[Weights], None]
+
+@dataclass(frozen=True)
+class Refresh:
+    """Hands a generator the weights that the policy has now: at once, or later.
+
+    Calling it hands them over at once. Collective, as the iterator of the weights is.
+    """
+
+    hand_over: Callable[[Weights], None]
+    # Sets the weights aside, and returns the function that hands them over. The function may be
+    # collective, too.
+    hold: Callable[[Weights], Callable[[], None]]
+    # Hands the weights over again to servers that do not have them, and returns their urls. Collective,
+    # see `WeightFolder.restore_weights`.
+    restore: Callable[[], list[str]] = restore_none
+
+    def __call__(self, weights: Weights) -> None:
+        """Hand over the weights."""
+        self.hand_over(weights)
 
 
 @dataclass(frozen=True)
@@ -85,7 +104,7 @@ def build_generator(
         assert files.model_path is not None, "a rule refuses it"
         dtype_name = str(dtype).removeprefix("torch.")
         engine = InProcessVLLM(config, tokenizer, seed, files.model_path, dtype_name, files.rows)
-        return engine, engine.refresh
+        return engine, Refresh(engine.refresh, engine.hold)
     if isinstance(config, configs.ContinuousGenerator):
         generator_type: type[HFGenerator] = ContinuousGenerator
         can_autocast = False
@@ -101,7 +120,7 @@ def build_generator(
             return generator, None
     whole = InferenceCopy(build)
     generator = generator_type(config, whole.model, tokenizer, seed, vision=vision)
-    return generator, whole.refresh
+    return generator, Refresh(whole.refresh, whole.hold)
 
 
 def _has_all_weights_in(model: Any, dtype: torch.dtype) -> bool:
@@ -133,7 +152,9 @@ def _servers(
     folder = files.run_dir / "rollout-weights"
     if config.folder is not None:
         folder = Path(config.folder)
-    return remote, WeightFolder(remote, folder.absolute(), dtype, files.adapter).refresh
+    weight_folder = WeightFolder(remote, folder.absolute(), dtype, files.adapter)
+    refresh = Refresh(weight_folder.refresh, weight_folder.hold, weight_folder.restore_weights)
+    return remote, refresh
 
 
 def greedy_generator(generator: Any) -> Generator:

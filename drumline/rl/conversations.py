@@ -17,7 +17,7 @@ from typing import Any
 
 from drumline.data.encode import OWN_COLUMNS, ROW_PROMPT
 from drumline.data.turns import as_messages
-from drumline.dist.reduce import from_all
+from drumline.dist.reduce import gather_from_ranks
 from drumline.dist.seeds import derive
 from drumline.errors import DataError
 from drumline.rl.environments import Environments, Reply
@@ -140,6 +140,8 @@ class Conversations:
     max_tokens: int
     # The most tokens of an episode with its prompt.
     max_length: int
+    # Whether the environments give rewards only at the end, also where an episode is cut.
+    scores_at_end: bool = False
     # Whether `sample` was called since `play` began.
     _has_current_weights: bool = field(default=False, init=False)
 
@@ -264,7 +266,28 @@ class Conversations:
         for number in active:
             self._take_reply(episodes[number], replies[number], is_last=turn + 1 == self.turns)
         over = [number for number in active if episodes[number].is_over]
+        if self.scores_at_end:
+            self._finish(episodes, over, seeds)
         self.environments.end(over)
+
+    def _finish(self, episodes: list[_Episode], over: list[int], seeds: dict[int, int]) -> None:
+        """Have the environments score the episodes among `over` that were cut. Collective.
+
+        `seeds`: number of an episode of this rank → seed of its last step.
+        """
+        cut = []
+        for number in over:
+            conversation = episodes[number].conversation
+            if not conversation.ended and conversation.failure is None:
+                cut.append(number)
+        if not cut:
+            return
+        own = {number: seeds[number] for number in cut if number in seeds}
+        replies = _gather(self.environments.finish(own))
+        for number in cut:
+            reply = replies[number]
+            episodes[number].change(failure=reply.failure)
+            episodes[number].conversation.turns[-1].reward = reply.reward
 
     def _take_reply(self, episode: _Episode, reply: Reply, is_last: bool) -> None:
         """Add an environment's reply to its episode. `is_last`: no turn of the model may follow."""
@@ -308,7 +331,7 @@ class Conversations:
 def _gather(own: dict[int, Reply]) -> dict[int, Reply]:
     """Return the replies of all ranks. Collective."""
     replies: dict[int, Reply] = {}
-    for replies_of_rank in from_all(own):
+    for replies_of_rank in gather_from_ranks(own):
         replies |= replies_of_rank
     return replies
 

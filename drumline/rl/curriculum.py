@@ -180,7 +180,7 @@ class Curriculum:
             "rates": dict(self.rates),
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` returned. Domains that are new since then start from 0."""
         for name in self.members:
             if name in state["taken"]:

@@ -11,6 +11,7 @@ A fork serves one episode over its own socket, and ends when the other end is cl
 
     {"token": …, "seed": …, "row": {}}      →  {"token": …, "messages": []}
     {"token": …, "seed": …, "message": {}}  →  {"token": …, "messages": [], "reward": …, "done": …, …}
+    {"token": …, "seed": …, "finish": true} →  the same: the rank has ended the episode
 
 or {"token": …, "failure": reason}. An environment may do anything here: the rank watches the time.
 """
@@ -34,16 +35,21 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from drumline.config.registry import find_object
-from drumline.config.rollouts import ClassEnvironment, Environment
+from drumline.config.rollouts import (
+    ClassEnvironment,
+    Environment,
+    OpenEnvEnvironment,
+    ToolsEnvironment,
+)
 from drumline.errors import ConfigError
 from drumline.foreign import class_and_line
+from drumline.rl.episodes import WHERE, BadReply, Episode, LoadedEnvironment
 from drumline.rl.reward_worker import LONGEST_REASON, load_or_refuse, open_channel
 from drumline.rl.rewards import LARGEST_REWARD, LONGEST_ANSWER, Channel
 from drumline.rl.tool_calls import Call
 from drumline.rl.tools import ToolBox, load_tools
 from drumline.system.redact import redact, redacted_streams
 
-WHERE = "algorithm.environment"
 # Seconds between looks at a fork that is about to end.
 LOOK_SECONDS = 0.01
 # The most characters of an environment's messages as JSON, which leaves room for the rest of an answer.
@@ -52,12 +58,8 @@ MOST_CHARACTERS = LONGEST_ANSWER // 2
 NUMPY_SEEDS = 2**32
 
 
-class BadReply(Exception):
-    """An environment returned something else than it should."""
-
-
 class ClassEpisode:
-    """An episode of a class of the user's."""
+    """An episode of a class of the user's, which has given its rewards by turns."""
 
     tool_calls = 0
     tool_errors = 0
@@ -71,14 +73,12 @@ class ClassEpisode:
     def step(self, message: dict[str, Any]) -> Any:
         return self.environment.step(message)
 
+    def finish(self) -> Any:
+        return [], None, True
+
 
 class ToolsEpisode:
-    """An episode with tools.
-
-    Attributes:
-        tool_calls: Number of calls of the last turn, those that could not be read included.
-        tool_errors: Number of them that failed.
-    """
+    """An episode with tools, which give no rewards."""
 
     def __init__(self, tools: ToolBox) -> None:
         self.tools = tools
@@ -101,8 +101,8 @@ class ToolsEpisode:
         self.tool_errors = errors + len(unread)
         return messages, None, not messages
 
-
-Episode = ClassEpisode | ToolsEpisode
+    def finish(self) -> Any:
+        return [], None, True
 
 
 @redacted_streams()
@@ -127,14 +127,28 @@ def main(fd: int) -> None:
         channel.send({"token": request["token"], **answer})
 
 
-def _load(task: dict[str, Any]) -> tuple[Callable[[], Episode], list[dict[str, Any]]]:
-    """Return a function that begins an episode, and the JSON schemas of the tools. Raises ConfigError."""
+def _load(task: dict[str, Any]) -> LoadedEnvironment:
+    """Return the environment of a task. Raises ConfigError or EnvironmentFault."""
     adapter: TypeAdapter[Environment] = TypeAdapter(Environment)
     config = adapter.validate_python(task["environment"])
     base_dir = Path(task["base_dir"])
-    if not isinstance(config, ClassEnvironment):
+    if isinstance(config, ToolsEnvironment):
         tools = ToolBox(load_tools(config.functions, base_dir, f"{WHERE}.functions"))
-        return lambda: ToolsEpisode(tools), tools.schemas
+        return LoadedEnvironment(lambda: ToolsEpisode(tools), tools.schemas)
+    if isinstance(config, ClassEnvironment):
+        return LoadedEnvironment(_load_class(config, base_dir), [])
+    # Each of these modules imports a package that may not be installed.
+    if isinstance(config, OpenEnvEnvironment):
+        from drumline.rl import openenv
+
+        return openenv.load_environment(config, base_dir)
+    from drumline.rl import verifiers
+
+    return verifiers.load_environment(config, base_dir)
+
+
+def _load_class(config: ClassEnvironment, base_dir: Path) -> Callable[[], Episode]:
+    """Return a function that begins an episode of the user's class. Raises ConfigError."""
     where = f"{WHERE}.path"
     found = find_object(config.path, base_dir, where)
     if not inspect.isclass(found):
@@ -150,7 +164,7 @@ def _load(task: dict[str, Any]) -> tuple[Callable[[], Episode], list[dict[str, A
         raise ConfigError(what, where=f"{WHERE}.options") from error
     except ValueError:  # some builtins have no signature
         pass
-    return lambda: ClassEpisode(found(**config.options)), []
+    return lambda: ClassEpisode(found(**config.options))
 
 
 def _fork(channel: Channel, fd: int, begin: Callable[[], Episode]) -> int:
@@ -213,7 +227,11 @@ def _serve(channel: Channel, begin: Callable[[], Episode]) -> None:
                 messages = _checked_messages(episode.reset(request["row"]), needs_one=True)
                 reply: dict[str, Any] = {"messages": messages}
             else:
-                reply = _checked_step(episode.step(request["message"]))
+                if "finish" in request:
+                    returned = episode.finish()
+                else:
+                    returned = episode.step(request["message"])
+                reply = _checked_step(returned)
                 reply["tool_calls"] = episode.tool_calls
                 reply["tool_errors"] = episode.tool_errors
         except BadReply as error:

@@ -16,7 +16,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from drumline.config.rollouts import ClassEnvironment, Environment
+from drumline.config.rollouts import Environment
+from drumline.foreign import require_package
+from drumline.rl.episodes import WHERE
 from drumline.rl.rewards import (
     END_SECONDS,
     EXIT_SECONDS,
@@ -30,9 +32,13 @@ from drumline.rl.rewards import (
 )
 from drumline.system import heartbeat
 
-WHERE = "algorithm.environment"
 # The most environments of a rank that are waited for at the same time.
 MOST_AT_ONCE = 16
+# Kind of an environment → the package that it needs, and how to install it.
+PACKAGES = {
+    "verifiers": ("verifiers", "pip install 'verifiers>=0.3,<0.4'"),
+    "openenv": ("openenv", "pip install openenv"),
+}
 
 
 @dataclass(frozen=True)
@@ -63,12 +69,8 @@ class EnvironmentServer(GuardedProcess):
 
         `base_dir`: the folder of the YAML. Raises EnvironmentFault if it cannot be started.
         """
-        if isinstance(config, ClassEnvironment):
-            paths: Sequence[str] = [config.path]
-        else:
-            paths = config.functions
         task = {"base_dir": str(base_dir), "environment": config.model_dump(mode="json")}
-        super().__init__(task, paths)
+        super().__init__(task, config.code)
         # One request at a time: the sockets of two would be mixed up.
         self._lock = Lock()
 
@@ -138,7 +140,7 @@ class EnvironmentProcess:
             self.failure = "could not be started"
 
     def call(self, seed: int, **arguments: Any) -> Reply:
-        """Return the answer to `reset` (argument `row`) or `step` (argument `message`).
+        """Return the answer to `reset` (argument `row`), `step` (`message`) or `finish` (`finish`).
 
         `seed`: of the environment's random numbers in this call.
         """
@@ -202,7 +204,7 @@ class Environments:
     def tools(self) -> list[dict[str, Any]]:
         """Wait until the user's code is imported, and return the JSON schemas of its tools.
 
-        They are empty for a class. Raises ConfigError or EnvironmentFault for what cannot be imported.
+        Only the kinds tools and verifiers have some. Raises ConfigError or EnvironmentFault for what cannot be imported.
         """
         tools: list[dict[str, Any]] = self._server.wait_until_ready()["tools"]
         return tools
@@ -245,6 +247,14 @@ class Environments:
         arguments = {number: {"message": message} for number, message in messages.items()}
         return self._call(arguments, seeds)
 
+    def finish(self, seeds: dict[int, int]) -> dict[int, Reply]:
+        """Tell environments that their episodes have ended, and return the reply of each.
+
+        `seeds`: as in `reset`.
+        """
+        arguments: dict[int, dict[str, Any]] = {number: {"finish": True} for number in seeds}
+        return self._call(arguments, seeds)
+
     def _call(
         self, arguments: dict[int, dict[str, Any]], seeds: dict[int, int]
     ) -> dict[int, Reply]:
@@ -274,6 +284,13 @@ class Environments:
         self._processes.clear()
         self._server.kill()
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def require_installed(config: Environment | None) -> None:
+    """Raise EnvironmentFault if the package of an environment is missing. Nothing is imported."""
+    if config is not None and config.kind in PACKAGES:
+        package, fix = PACKAGES[config.kind]
+        require_package(package, f"{WHERE}.kind", fix)
 
 
 def check_importable(config: Environment, base_dir: Path) -> list[dict[str, Any]]:

@@ -20,8 +20,8 @@ from __future__ import annotations
 import contextlib
 import heapq
 import inspect
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Thread
@@ -42,7 +42,7 @@ from drumline.config import rollouts as configs
 from drumline.data.batches import PromptImageMeta
 from drumline.data.targets import end_ids
 from drumline.dist.copies import AsyncHostCopy, copy_to_device
-from drumline.dist.reduce import from_all
+from drumline.dist.reduce import gather_from_ranks
 from drumline.dist.seeds import derive
 from drumline.errors import DataError, ModelError, PlanError
 from drumline.plan.attention import known_padding
@@ -587,9 +587,10 @@ class DistributedSampling:
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
             self._own_completions.set_exception(error)
 
-    def wait(self) -> None:
-        """Wait until this rank's requests are sampled, or sampling has failed."""
-        wait([self._own_completions])
+    @property
+    def is_finished(self) -> bool:
+        """Whether this rank's requests are sampled, or sampling has failed."""
+        return self._own_completions.done()
 
     @cached_property
     def result(self) -> list[Completion]:
@@ -599,7 +600,7 @@ class DistributedSampling:
         launcher ends them because this rank has ended, as for any error of one rank.
         """
         completions: dict[int, Completion] = {}
-        completions_of_ranks = from_all(self._own_completions.result())
+        completions_of_ranks = gather_from_ranks(self._own_completions.result())
         for indices, sampled in zip(self.assigned, completions_of_ranks, strict=True):
             completions |= zip(indices, sampled, strict=True)
         return [completions[index] for index in range(len(completions))]
@@ -610,6 +611,20 @@ def rank_and_world_size() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+def copy_to_host(
+    weights: Weights, dtypes: Mapping[str, torch.dtype]
+) -> list[tuple[str, torch.Tensor]]:
+    """Return copies of all weights in host memory. Collective if the iterator is.
+
+    `dtypes`: name of a weight → the type of its copy; others keep their own.
+    """
+    copies = []
+    for name, tensor in weights:
+        dtype = dtypes.get(name, tensor.dtype)
+        copies.append((name, tensor.detach().to("cpu", dtype, copy=True)))
+    return copies
 
 
 class InferenceCopy:
@@ -633,6 +648,15 @@ class InferenceCopy:
         self.model.requires_grad_(False)
         self.model.eval()
         self.tensors: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True)
+
+    def hold(self, weights: Weights) -> Callable[[], None]:
+        """Keep all weights in host memory, and return the function that copies them into the model.
+
+        They are kept in the model's types. Collective, as the iterator is; the function is not.
+        """
+        dtypes = {name: tensor.dtype for name, tensor in self.tensors.items()}
+        held = copy_to_host(weights, dtypes)
+        return lambda: self.refresh(iter(held))
 
     @torch.no_grad()
     def refresh(self, weights: Weights) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from drumline.algorithms.base import Algorithm
@@ -18,6 +19,7 @@ from drumline.dist.reduce import SumReducer, add_up
 from drumline.engine.engine import Engine
 from drumline.plan.plan import Plan
 
+Ints = npt.NDArray[np.int64]
 # Runs one model over all episodes of a rollout and returns numbers of their tokens, fp32[K, N, M], or of
 # the episodes themselves, fp32[N].
 ReadEpisodes = Callable[[Episodes], torch.Tensor]
@@ -48,49 +50,63 @@ class EpisodeReader:
     def micro_batches(
         self, episodes: Episodes, picks: list[int], accumulation: int, micro_batch: int
     ) -> tuple[list[EpisodeBatch], int]:
-        """Return this rank's micro-batches of some episodes, and the number of their tokens.
+        """Return this rank's micro-batches of some samples, and the number of their tokens.
 
         Args:
             episodes: All episodes of the rollout.
-            picks: The indices of the episodes that form the global batch; -1: a filler.
+            picks: The indices of the samples that form the global batch; -1: a filler.
             accumulation: Number of micro-batches of a rank.
-            micro_batch: Number of episodes of a micro-batch.
+            micro_batch: Number of samples of a micro-batch.
         """
-        assigned, tokens = self._assign(episodes, picks, accumulation, micro_batch)
+        rows_SR = rows_of_samples(episodes, self.plan.batch.rows_per_sample)
+        assigned, tokens = self._assign(episodes, rows_SR, picks, accumulation, micro_batch)
         return [self._collate(episodes, rows) for rows in assigned], tokens
 
     def _assign(
-        self, episodes: Episodes, picks: list[int], accumulation: int, micro_batch: int
+        self,
+        episodes: Episodes,
+        rows_SR: Ints,
+        picks: list[int],
+        accumulation: int,
+        micro_batch: int,
     ) -> tuple[list[list[int]], int]:
         """Return the episodes of each of this rank's micro-batches, and the number of their tokens.
 
-        Every rank computes the same assignment. Episodes of one prompt are assigned in parts of equal
+        Every rank computes the same assignment. Samples of one prompt are assigned in parts of equal
         size, of which a micro-batch has a whole number. A part stays together, so that its prompt is
-        computed once (`SharedPrompts`).
+        computed once (`SharedPrompts`). A micro-batch has first the first rows of all its samples, then
+        the second ones.
+
+        `rows_SR`: see `rows_of_samples`. The other arguments are those of `micro_batches`.
         """
         by_prompt: dict[bytes, list[int]] = {}
         for pick in picks:
             prompt_bytes = b""
             if pick >= 0:
-                prompt_bytes = episodes.prompts[pick].tobytes()
+                prompt_bytes = episodes.prompts[rows_SR[pick, 0]].tobytes()
             by_prompt.setdefault(prompt_bytes, []).append(pick)
-        # The largest size that divides all groups and the micro-batch. If it is 1, every episode is
+        # The largest size that divides all groups and the micro-batch. If it is 1, every sample is
         # assigned by itself.
         size = math.gcd(micro_batch, *map(len, by_prompt.values()))
         parts = []
         for picks_of_prompt in by_prompt.values():
             parts.append(np.asarray(picks_of_prompt).reshape(-1, size))
         parts_PG = np.concatenate(parts)
-        # A filler has no tokens. Its index -1 is replaced before it would read the last episode.
+        # A filler has no tokens. Its index -1 is replaced before it would read the last sample.
         is_filler_PG = parts_PG < 0
-        lengths_PG = np.where(is_filler_PG, 0, episodes.lengths[np.maximum(parts_PG, 0)])
+        lengths_S = episodes.lengths[rows_SR].sum(1)
+        lengths_PG = np.where(is_filler_PG, 0, lengths_S[np.maximum(parts_PG, 0)])
         lengths_P = lengths_PG.sum(1)
         parts_of_micro_batch = micro_batch // size
         data_ranks = self.plan.mesh.data_ranks
         parts_of_ranks = assign_samples(lengths_P, data_ranks, accumulation, parts_of_micro_batch)
         own = parts_of_ranks[self.data_rank]
-        micro_batches = parts_PG[own].reshape(accumulation, micro_batch)
-        return micro_batches.tolist(), int(lengths_P[own].sum())
+        samples_AM = parts_PG[own].reshape(accumulation, micro_batch)
+        # The rows of a filler are fillers.
+        is_filler_AM1 = samples_AM[:, :, None] < 0
+        rows_AMR = np.where(is_filler_AM1, -1, rows_SR[np.maximum(samples_AM, 0)])
+        rows_of_micro_batches = rows_AMR.swapaxes(1, 2).reshape(accumulation, -1)
+        return rows_of_micro_batches.tolist(), int(lengths_P[own].sum())
 
     def _assign_all(self, episodes: Episodes) -> list[list[int]]:
         """Return the episodes of each micro-batch with which this rank reads all of them; -1: a filler.
@@ -105,7 +121,9 @@ class EpisodeReader:
         rounds = math.ceil(number / round_size)
         fillers = rounds * round_size - number
         picks = [*range(number), *[-1] * fillers]
-        assigned, _ = self._assign(episodes, picks, rounds * stages, micro_batch)
+        # Models read each episode by itself.
+        rows_N1 = rows_of_samples(episodes, 1)
+        assigned, _ = self._assign(episodes, rows_N1, picks, rounds * stages, micro_batch)
         return assigned
 
     def rounds(self, episodes: Episodes) -> Iterator[list[EpisodeBatch]]:
@@ -148,6 +166,16 @@ class EpisodeReader:
                 _copy_completions(values_KNM, episodes, rows, values_KBT)
         # Each episode has its values on one rank and zeros on all others, so the sum is exact.
         return add_up(copy_to_device(self.device, values_KNM)).cpu()
+
+
+def rows_of_samples(episodes: Episodes, rows_per_sample: int) -> Ints:
+    """Return the episodes of each sample of a rollout, int64[S, R].
+
+    A sample is one episode, or R that the loss compares. Of S samples the sample s has the episodes s,
+    S + s, 2S + s and so on, as `SamplingSpec.learned_episodes` orders them.
+    """
+    rows_RS = np.arange(len(episodes), dtype=np.int64).reshape(rows_per_sample, -1)
+    return rows_RS.T
 
 
 def _copy_completions(
@@ -256,7 +284,7 @@ def _append_tail(
 class ModelReaders:
     """The function that runs each model over the episodes of a rollout; None if that is not needed.
 
-    If there is a reference there is also a policy: the divergence is that of their log-probs.
+    With both a policy and a reference the rollout measures the divergence of their log-probs.
     """
 
     # Log-probs, and values if the policy has a value head: fp32[1 or 2, N, M].
@@ -279,9 +307,13 @@ class TeacherComparison:
     # Returns micro-batches with what the teacher says of their tokens. Collective.
     add_teacher: Callable[[list[EpisodeBatch]], list[Any]]
     reducer: SumReducer
+    # Asks the teacher about all episodes first, if it is on servers; else None. Collective.
+    ask_about: Callable[[Episodes], None] | None = None
 
     def sums(self, episodes: Episodes) -> dict[str, float]:
         """Return the sums of the held-out objective over all episodes and ranks. Collective."""
+        if self.ask_about is not None:
+            self.ask_about(episodes)
         own_sums: dict[str, float] = {}
         for micro_batches in self.reader.rounds(episodes):
             taught = self.add_teacher(micro_batches)

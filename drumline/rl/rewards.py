@@ -30,12 +30,12 @@ from drumline import errors
 from drumline.config.rollouts import (
     EnvironmentReward,
     FunctionReward,
+    IsolatedReward,
     LengthReward,
     MathReward,
     ModelReward,
     Reward,
     TaskReward,
-    TimedReward,
 )
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.foreign import require_package
@@ -213,7 +213,7 @@ class Rewards:
         self.names = reward_names(configs)
         self.base_dir = base_dir
         # Rewards that the processes compute, by their index in the config's list.
-        self.isolated: dict[int, TimedReward] = {}
+        self.isolated: dict[int, IsolatedReward] = {}
         for index, config in enumerate(configs):
             if not isinstance(config, LengthReward | ModelReward | EnvironmentReward):
                 self.isolated[index] = config

@@ -15,7 +15,8 @@ are learned, and those of the environment between them.
 Every rank knows the whole rollout, which is small. So advantages are computed over the global
 rollout, and it does not matter which rank trains on which episode. A rollout depends only on the
 weights, on (seed, step, position of the prompt) and on the stream's state, so a resumed run samples
-the same rollout again.
+the same rollout again. Rollouts may be sampled ahead of the steps, with older weights; the module
+`ahead` has the schedule.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,18 +37,26 @@ import torch
 from drumline.algorithms.credit import have_nonzero_advantages
 from drumline.algorithms.policy import KLController, divergence
 from drumline.config.algorithm import SamplingSpec
+from drumline.config.rollouts import ServerGenerator
 from drumline.data.batches import Episodes, EpisodeTurn
 from drumline.data.cache import TokenCache
 from drumline.data.encode import OWN_COLUMNS, ROW_PROMPT
 from drumline.data.order import GlobalBatch
-from drumline.dist.reduce import from_all
+from drumline.dist.reduce import gather_from_ranks
 from drumline.dist.seeds import derive
 from drumline.errors import TrainingStopped
 from drumline.plan.plan import Plan
+from drumline.rl.ahead import ScheduledSampling
 from drumline.rl.conversations import Conversation, Conversations, Start, row_for_environment
 from drumline.rl.curriculum import Curriculum
-from drumline.rl.generate import Completion, DistributedSampling, Request, rank_and_world_size
-from drumline.rl.reading import EpisodeReader, ModelReaders, TeacherComparison, add_sums
+from drumline.rl.generate import Completion, Request, rank_and_world_size
+from drumline.rl.reading import (
+    EpisodeReader,
+    ModelReaders,
+    TeacherComparison,
+    add_sums,
+    rows_of_samples,
+)
 from drumline.rl.rewards import ENVIRONMENT, EpisodeScore, EpisodeText, Rewards, count_reasons
 from drumline.rl.sampler_check import SamplerCheck
 from drumline.rl.transcript import MOST_TEXT, shorten_messages
@@ -91,6 +100,9 @@ class Sample:
     applies: bool = True
     # With an environment the turns, each with its part of the reward.
     turns: Sequence[EpisodeTurn] = ()
+    # The version of the weights that sampled all of its tokens: the optimizer steps after which they
+    # were exported. None if that is not known: a server keeps its own weights, or a row has the tokens.
+    version: int | None = None
 
     @property
     def is_failed(self) -> bool:
@@ -174,19 +186,23 @@ class PendingRollout:
         complete: Callable[[], list[Completion]],
         sampler_gap: float | None = None,
         row_ids: Sequence[int] = (),
+        version: int | None = None,
     ) -> None:
         """Store the prompts, and the function that waits for their completions.
 
         Args:
             prompt_ids: The prompts' numbers in the cache, each as often as it is completed.
             complete: Waits for the completions and returns them; called once, on the first access.
-            sampler_gap: SamplerCheck.gap when sampling ahead began; None if nothing is sampled ahead.
+            sampler_gap: SamplerCheck.gap when sampling ahead began; None if nothing is sampled ahead, or
+                if the sampler was not free, so that its weights were set aside and not checked.
             row_ids: Numbers in the cache of prompts that are learned with the completion in their row.
+            version: See `Sample.version`.
         """
         self.prompt_ids = prompt_ids
         self.row_ids = list(row_ids)
         self._complete = complete
         self.sampler_gap = sampler_gap
+        self.version = version
 
     @cached_property
     def completions(self) -> list[Completion]:
@@ -203,17 +219,47 @@ class PendingRollout:
             "completions": completions,
             "sampler_gap": self.sampler_gap,
             "row_ids": self.row_ids,
+            "version": self.version,
         }
 
     @classmethod
-    def load(cls, state: Mapping[str, Any]) -> PendingRollout:
-        """Return the rollout whose method `state` returned this."""
+    def from_state(cls, state: Mapping[str, Any], default_version: int) -> PendingRollout:
+        """Return the rollout whose method `state` returned this.
+
+        `default_version`: the version of its weights if `state` does not have it.
+        """
 
         def complete() -> list[Completion]:
             return [Completion(*fields) for fields in state["completions"]]
 
-        # Older checkpoints lack the last two keys.
-        return cls(state["ids"], complete, state.get("sampler_gap"), state.get("row_ids", ()))
+        # Older checkpoints lack the last three keys.
+        return cls(
+            state["ids"],
+            complete,
+            state.get("sampler_gap"),
+            state.get("row_ids", ()),
+            state.get("version", default_version),
+        )
+
+
+def load_pending(
+    states: Sequence[Mapping[str, Any]] | Mapping[str, Any],
+    steps_done: int,
+    steps_per_rollout: int,
+) -> deque[PendingRollout]:
+    """Return the pending rollouts of a checkpoint, in the order in which they are learned from.
+
+    Args:
+        states: What `PendingRollout.state` returned for each. In older checkpoints the only one that
+            there could be, without its version.
+        steps_done: Optimizer steps of the run so far.
+        steps_per_rollout: Optimizer steps that learn from a rollout.
+    """
+    if isinstance(states, Mapping):
+        states = [states]
+    # Older checkpoints sampled one rollout ahead.
+    version = max(0, steps_done - steps_per_rollout)
+    return deque(PendingRollout.from_state(state, version) for state in states)
 
 
 @dataclass
@@ -232,8 +278,11 @@ class Rollouts:
     kl: KLController
     # Samples completions of one turn. Arguments: requests, step, whether greedily. Collective.
     sample: Callable[[list[Request], int, bool], list[Completion]]
-    # Begins to sample completions while training goes on. Arguments: requests, step. Collective.
-    sample_ahead: Callable[[list[Request], int], DistributedSampling]
+    # Samples completions by the present weights while training goes on, once those asked for before are
+    # sampled. Arguments: requests, step. Collective.
+    sample_ahead: Callable[[list[Request], int], ScheduledSampling]
+    # Starts to sample the next rollout of `sample_ahead` if the sampler is free. Collective; it does not wait.
+    start_next_if_free: Callable[[], None]
     # Compares the sampler with the policy when `sample` and `sample_ahead` give it new weights.
     sampler_check: SamplerCheck
     # Returns the url of each server that was lost and is not back → why.
@@ -247,6 +296,8 @@ class Rollouts:
     conversations: Conversations | None = None
     # Compares the model with its teacher at held-out completions; None if there is no teacher.
     comparison: TeacherComparison | None = None
+    # Asks a teacher on servers about all episodes of a rollout; None without one. Collective.
+    ask_teacher: Callable[[Episodes], None] | None = None
 
     def __post_init__(self) -> None:
         # Activity (generate, reward, infer or train) → seconds that the rollout spent on it so far.
@@ -271,37 +322,57 @@ class Rollouts:
         """
         assert self.plan.steps is not None
         self._load_state(state)
-        drawn = None
-        if state.get("ahead"):
-            drawn = PendingRollout.load(state["ahead"])
+        pending = load_pending(state.get("ahead", []), steps_done, self.algorithm.steps_per_rollout)
         while steps_done < self.plan.steps:
             self.seconds = {}
             first_position = position
             # The last of the steps that learn from this rollout.
             last_step = steps_done + self.algorithm.steps_per_rollout
+            drawn = pending.popleft() if pending else None
             sampled, position = self._sample_groups(steps_done, position, drawn)
             prompts_drawn = position - first_position
             self._check_rewards(steps_done, sampled, prompts_drawn)
-            drawn = None
-            # The next rollout is sampled with the present weights, while this one is trained on.
-            if self.algorithm.lookahead and last_step < self.plan.steps:
+            if self.algorithm.lookahead:
                 with self._add_seconds("generate"):
-                    prompts = self._episodes_wanted // self.algorithm.group_size
-                    drawn = self._draw(prompts, last_step, position)
+                    self._draw_ahead(pending, steps_done, position)
+            learned = self._learned_samples(sampled)
             with self._add_seconds("infer"):
-                episodes, metrics = self._make_episodes(sampled)
+                episodes, metrics = self._make_episodes(learned)
+                if self.ask_teacher is not None:
+                    self.ask_teacher(episodes)
             self._report_pending = partial(
                 self._report_trained, time.time(), last_step, sampled, prompts_drawn, metrics
             )
-            yield from self._batches(episodes, sampled, steps_done, position, drawn)
+            yield from self._batches(episodes, learned, steps_done, position, list(pending))
             self.report()
             steps_done = last_step
+
+    def _draw_ahead(self, pending: deque[PendingRollout], steps_done: int, position: int) -> None:
+        """Have rollouts sampled by the present weights until as many are pending as the config says.
+
+        Usually that is one. At the beginning of a run it is all of them.
+
+        Args:
+            pending: The rollouts that are drawn and not learned from; new ones are added at the end.
+            steps_done: Optimizer steps before the rollout that is learned from next.
+            position: Prompts drawn so far, up to that rollout.
+        """
+        algorithm = self.algorithm
+        prompts = self._episodes_wanted // algorithm.group_size
+        while len(pending) < algorithm.lookahead:
+            rollouts_before = len(pending)
+            first_step = steps_done + (1 + rollouts_before) * algorithm.steps_per_rollout
+            if first_step >= (self.plan.steps or 0):
+                return
+            first_position = position + rollouts_before * prompts
+            rollout = self._draw(prompts, first_step, first_position, version=steps_done)
+            pending.append(rollout)
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from the state in a checkpoint; a new run has an empty one."""
         if not state:
             return
-        self.curriculum.load(state["curriculum"])
+        self.curriculum.load_state(state["curriculum"])
         # Older checkpoints lack this key.
         self.has_rewards = state.get("has_rewards", True)
         # A fixed coefficient comes from the config.
@@ -337,19 +408,23 @@ class Rollouts:
 
         It is a multiple of the group's size; the plan is refused otherwise (`samples_in_turn`).
         """
-        return self.algorithm.minibatches * self.plan.batch.global_samples
+        return self.algorithm.episodes_of_rollout(self.plan.batch.global_samples)
 
-    def _draw(self, prompts: int, steps_done: int, position: int) -> PendingRollout:
-        """Draw prompts and have a group of completions sampled for each.
+    def _draw(self, prompts: int, first_step: int, position: int, version: int) -> PendingRollout:
+        """Draw prompts and have a group of completions sampled for each by the present weights.
 
-        With lookahead, sampling begins now with the present weights. Otherwise it happens when the
+        With lookahead, sampling begins as soon as the sampler is free. Otherwise it happens when the
         completions are first read.
 
         Args:
             prompts: Number of prompts to draw.
-            steps_done: Optimizer steps before the rollout is trained on; random numbers depend on it.
-            position: Prompts drawn so far.
+            first_step: Optimizer steps before the rollout is trained on; random numbers depend on it.
+            position: Prompts drawn before this rollout.
+            version: Optimizer steps of the run so far, which the weights have learned from.
         """
+        sampled_version: int | None = version
+        if self._server_keeps_weights:
+            sampled_version = None
         prompt_ids: list[int] = []
         keys: list[tuple[int, int]] = []
         row_ids: list[int] = []
@@ -363,15 +438,21 @@ class Rollouts:
                 # other completions.
                 keys.append((position + offset, index))
         if not self.algorithm.lookahead:
-            sample = partial(self._sample, self.prompts, prompt_ids, keys, steps_done, False)
-            return PendingRollout(prompt_ids, sample, row_ids=row_ids)
+            sample = partial(self._sample, self.prompts, prompt_ids, keys, first_step, False)
+            return PendingRollout(prompt_ids, sample, None, row_ids, sampled_version)
         requests = self._requests(self.prompts, prompt_ids, keys)
-        sampling = self.sample_ahead(requests, steps_done)
+        scheduled = self.sample_ahead(requests, first_step)
+        gap = None
+        if scheduled.sampling is not None:
+            # It has begun, so the sampler was compared with the policy just now.
+            gap = self.sampler_check.gap
+        return PendingRollout(prompt_ids, scheduled.finish, gap, row_ids, sampled_version)
 
-        def complete() -> list[Completion]:
-            return sampling.result
-
-        return PendingRollout(prompt_ids, complete, self.sampler_check.gap, row_ids)
+    @property
+    def _server_keeps_weights(self) -> bool:
+        """Whether servers sample with their own weights, whose version is not known."""
+        generator = self.algorithm.generator
+        return isinstance(generator, ServerGenerator) and generator.weights == "none"
 
     def _is_sampled(self, position: int) -> bool:
         """Return whether the policy completes the prompt at a position; if not, its row does.
@@ -381,48 +462,64 @@ class Rollouts:
         share = self.algorithm.sampled_share
         return derive(self.plan.config.run.seed, "sampled", position) < share * SEED_RANGE
 
+    def _learned_samples(self, sampled: ScoredSamples) -> list[Sample]:
+        """Return the episodes of a rollout that are learned from, in the order of `Episodes`."""
+        candidates = sampled.learned
+        rewards_N = torch.tensor([sample.reward for sample in candidates], dtype=torch.float32)
+        tokens_N = torch.tensor([sample.completion.length for sample in candidates])
+        picks = self.algorithm.learned_episodes(rewards_N, tokens_N)
+        return [candidates[pick] for pick in picks]
+
     def _batches(
         self,
         episodes: Episodes,
-        sampled: ScoredSamples,
+        learned: Sequence[Sample],
         steps_done: int,
         position: int,
-        ahead: PendingRollout | None,
+        pending: list[PendingRollout],
     ) -> Iterator[GlobalBatch]:
         """Yield the batches of a rollout's optimizer steps.
 
-        They are `epochs` passes over all its episodes, each in a new random order.
+        They are `epochs` passes over all its samples, each in a new random order. A sample is an episode,
+        or several that the loss compares (`rows_of_samples`).
 
         Args:
             episodes: The rollout, with all tensors that the objective reads.
-            sampled: The same rollout as samples, which know their prompts.
+            learned: The same episodes, which know their prompts.
             steps_done: Optimizer steps before the rollout.
             position: Prompts drawn so far, this rollout included.
-            ahead: The next rollout if it is being sampled already, which checkpoints hold; else None.
+            pending: The next rollouts if they are sampled ahead; checkpoints hold them.
         """
         algorithm = self.algorithm
         batch = self.plan.batch
         size = batch.global_samples
         seed = self.plan.config.run.seed
-        prompts_N = np.asarray([sample.prompt_id for sample in sampled.learned], np.int64)
-        state = self._state(ahead)
+        rows_SR = rows_of_samples(episodes, batch.rows_per_sample)
+        prompts_S = np.asarray([learned[row].prompt_id for row in rows_SR[:, 0].tolist()], np.int64)
+        state = self._state(pending)
         for epoch in range(algorithm.epochs):
             is_last_epoch = epoch == algorithm.epochs - 1
             generator = np.random.default_rng(derive(seed, "episodes", steps_done, epoch))
-            order_N = generator.permutation(len(episodes))
+            order = generator.permutation(algorithm.minibatches * size)
+            # Fillers take the places of groups that teach nothing.
+            order[order >= len(rows_SR)] = -1
             for number in range(algorithm.minibatches):
                 # A checkpoint does not contain the rollout, so none is saved before its last step.
                 is_last_step = is_last_epoch and number == algorithm.minibatches - 1
-                picks = order_N[number * size : (number + 1) * size]
+                picks = order[number * size : (number + 1) * size]
+                is_real = picks >= 0
+                rows = rows_SR[picks[is_real]].flatten()
+                sample_ids = np.where(is_real, prompts_S[np.maximum(picks, 0)], -1)
                 micro_batches, tokens = self.reading.micro_batches(
                     episodes, picks.tolist(), batch.accumulation, batch.micro_batch
                 )
+                self.start_next_if_free()
                 # These totals are over all ranks without a collective: each knows the whole rollout.
-                weight = float(episodes.weight_N[picks].double().sum())
-                global_tokens = int(episodes.lengths[picks].sum())
+                weight = float(episodes.weight_N[rows].double().sum())
+                global_tokens = int(episodes.lengths[rows].sum())
                 yield GlobalBatch(
                     list(micro_batches),
-                    prompts_N[picks],
+                    sample_ids,
                     position,
                     tokens,
                     checkpointable=is_last_step,
@@ -430,7 +527,7 @@ class Rollouts:
                     totals=(weight, global_tokens),
                 )
 
-    def _state(self, ahead: PendingRollout | None) -> dict[str, Any]:
+    def _state(self, pending: list[PendingRollout]) -> dict[str, Any]:
         """Return what a checkpoint needs besides the weights, to continue with the next rollout."""
         state = {
             "curriculum": self.curriculum.state(),
@@ -438,9 +535,9 @@ class Rollouts:
             "has_rewards": self.has_rewards,
             "sampler": self.sampler_check.state(),
         }
-        if ahead is not None:
+        if pending:
             # A function, which is called only if a checkpoint is written, as it waits for completions.
-            state["ahead"] = ahead.state
+            state["ahead"] = partial(_states, pending)
         return state
 
     def _check_rewards(self, steps_done: int, sampled: ScoredSamples, drawn: int) -> None:
@@ -539,16 +636,19 @@ class Rollouts:
             with self._add_seconds("generate"):
                 if drawn is None:
                     missing = wanted - len(kept)
-                    drawn = self._draw(missing // size, steps_done, position)
+                    drawn = self._draw(missing // size, steps_done, position, version=steps_done)
                 prompt_ids = drawn.prompt_ids
                 row_ids = drawn.row_ids
                 completions = drawn.completions
+                # The sampler is free now. It goes on while the rewards of this rollout are computed.
+                self.start_next_if_free()
                 sampler_gap = drawn.sampler_gap
-                if sampler_gap is None:
+                if not self.algorithm.lookahead:
                     sampler_gap = self.sampler_check.gap
+                version = drawn.version
             drawn = None
             with self._add_seconds("reward"):
-                scored = self._score(self.prompts, prompt_ids, completions)
+                scored = self._score(self.prompts, prompt_ids, completions, version)
             self._learn_domains(scored.samples)
             row_samples += [_row_sample(self.prompts, row_id) for row_id in row_ids]
             position += len(prompt_ids) // size + len(row_ids)
@@ -613,9 +713,16 @@ class Rollouts:
         return self.conversations.play(starts, step, greedily)
 
     def _score(
-        self, cache: TokenCache, prompt_ids: list[int], completions: list[Completion]
+        self,
+        cache: TokenCache,
+        prompt_ids: list[int],
+        completions: list[Completion],
+        version: int | None,
     ) -> ScoredSamples:
-        """Return the completions of some prompts of `cache` with their rewards. Collective."""
+        """Return the completions of some prompts of `cache` with their rewards. Collective.
+
+        `version`: of the weights that sampled them, see `Sample.version`.
+        """
         if not prompt_ids:
             return ScoredSamples([], {}, {})
         prompts = []
@@ -643,6 +750,7 @@ class Rollouts:
                 reward=reward,
                 applies=score.applies,
                 turns=self._rewarded_turns(completion, score.outcome - penalty),
+                version=version,
             )
             samples.append(sample)
         parts = {}
@@ -710,7 +818,7 @@ class Rollouts:
             model_scores = read(episodes).tolist()
             own_model_scores[name] = model_scores[rank::ranks]
         own_scores = self.rewards.score(texts[rank::ranks], own_model_scores)
-        scores_of_ranks = from_all(own_scores)
+        scores_of_ranks = gather_from_ranks(own_scores)
         scores = []
         for index in range(len(texts)):
             scores_of_rank = scores_of_ranks[index % ranks]
@@ -742,22 +850,21 @@ class Rollouts:
             prompt, completion.answer, completion.length, columns, reward, completion.failure
         )
 
-    def _make_episodes(self, sampled: ScoredSamples) -> tuple[Episodes, dict[str, float]]:
-        """Return the samples as episodes with all tensors that the objective reads, and metrics.
+    def _make_episodes(self, samples: Sequence[Sample]) -> tuple[Episodes, dict[str, float]]:
+        """Return samples as episodes with all tensors that the objective reads, and metrics.
 
-        If the policy has read the episodes, the metrics are those of `_sampler_metrics`. With a
-        reference they also have `kl`, the mean divergence from it in nats per token, and
-        `kl_coefficient`. Without a reference the divergence counts as 0.
+        If the policy has read the episodes, the metrics are those of `_sampler_metrics`. If a reference
+        has read them, too, they also have `kl`, the mean divergence from it in nats per token, and
+        `kl_coefficient`. Otherwise the divergence counts as 0.
         """
-        samples = sampled.learned
         episodes = self._add_model_outputs(_samples_to_episodes(self.prompts, samples))
         episodes = replace(episodes, turns=[sample.turns for sample in samples])
         metrics = {}
         if self.readers.policy is not None:
             metrics = _sampler_metrics(episodes)
         kl_NM = torch.zeros_like(episodes.log_probs_NM)
-        if self.readers.reference is not None:
-            assert self.readers.policy is not None, "ModelReaders: a reference needs the policy"
+        measures_kl = self.readers.policy is not None and self.readers.reference is not None
+        if measures_kl:
             kl_NM = divergence(
                 episodes.log_probs_NM,
                 episodes.reference_log_probs_NM,
@@ -770,9 +877,9 @@ class Rollouts:
         rewards = [sample.reward for sample in samples]
         rewards_N = torch.tensor(rewards, dtype=torch.float32)
         penalty_NM = kl_NM * self.kl.coefficient
-        episodes = self.algorithm.credited(episodes, rewards_N, penalty_NM)
+        episodes = self.algorithm.assign_credit(episodes, rewards_N, penalty_NM)
         # After `metrics`, so that the event reports the coefficient that this rollout was penalised by.
-        if self.readers.reference is not None:
+        if measures_kl:
             self.kl.update(metrics["kl"], len(episodes))
         return episodes, metrics
 
@@ -801,7 +908,8 @@ class Rollouts:
             prompt_ids = list(range(len(cache)))
             keys = [(prompt_id, 0) for prompt_id in prompt_ids]
             completions = self._sample(cache, prompt_ids, keys, step, True)
-            sampled = self._score(cache, prompt_ids, completions)
+            version = None if self._server_keeps_weights else step
+            sampled = self._score(cache, prompt_ids, completions, version)
             samples += sampled.samples
             set_sums: dict[str, float] = {}
             if self.comparison is not None:
@@ -867,10 +975,8 @@ class Rollouts:
             metrics: What `_make_episodes` returned.
             trained: Whether optimizer steps learned from it.
         """
+        # Empty if all completions are from rows.
         samples = sampled.samples
-        if not samples:
-            # All completions are from rows. None was sampled, so there is nothing to report.
-            return
         known = [reward for reward in sampled.rewards if not math.isnan(reward)]
         algorithm = self.algorithm
         differ = sampled.rewards_differ(algorithm.group_size, algorithm.credits_turns)
@@ -902,6 +1008,7 @@ class Rollouts:
             shares=shares,
             failures=sampled.failures,
             sampler_gap=sampled.sampler_gap,
+            staleness=self._staleness(last_step, samples),
             lost_servers=self.lost_servers(),
             trained=trained,
             **_length_metrics(samples),
@@ -912,8 +1019,28 @@ class Rollouts:
             metrics=domain_rewards | _conversation_metrics(samples) | metrics,
         )
         self.emit(rollout)
+        if not samples:
+            return
         shown = [self._describe_sample(sample) for sample in samples[:MOST_SHOWN]]
         self.emit(Completions(step=last_step, completions=shown, trained=trained))
+
+    def _staleness(self, last_step: int, samples: list[Sample]) -> int | None:
+        """Return the steps between the weights that sampled a rollout and its first step.
+
+        None if nothing is sampled ahead, if the version of the weights is not known, or if nothing was
+        sampled. The samples of a rollout have the same version.
+
+        Args:
+            last_step: The last optimizer step that is trained on the rollout.
+            samples: The samples of the rollout.
+        """
+        if not samples:
+            return None
+        version = samples[0].version
+        if version is None or not self.algorithm.lookahead:
+            return None
+        first_step = last_step - self.algorithm.steps_per_rollout
+        return first_step - version
 
     def _describe_sample(self, sample: Sample) -> dict[str, Any]:
         """Return a sample as the event of completions shows it."""
@@ -925,11 +1052,17 @@ class Rollouts:
             "domain": sample.domain,
             "ended": completion.ended,
             "tokens": completion.length,
+            "version": sample.version,
         }
         if isinstance(completion, Conversation):
             description["messages"] = shorten_messages(completion)
             description["failure"] = completion.failure
         return description
+
+
+def _states(pending: list[PendingRollout]) -> list[dict[str, Any]]:
+    """Wait for the completions of all pending rollouts, and return them as a checkpoint holds them."""
+    return [rollout.state() for rollout in pending]
 
 
 def _prompt_tokens(cache: TokenCache, prompt_id: int) -> list[int]:
@@ -1079,7 +1212,12 @@ def _domain_rewards(samples: list[Sample]) -> dict[str, float]:
 
 
 def _length_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Return mean and largest number of sampled tokens, and the share of completions that ended."""
+    """Return mean and largest number of sampled tokens, and the share of completions that ended.
+
+    They are NaN without samples.
+    """
+    if not samples:
+        return {"length": math.nan, "length_max": math.nan, "ended": math.nan}
     lengths = [sample.completion.length for sample in samples]
     ended = sum(sample.completion.ended for sample in samples)
     return {

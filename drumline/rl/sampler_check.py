@@ -12,7 +12,7 @@ import torch
 
 from drumline.config import rollouts as configs
 from drumline.data.batches import Episodes
-from drumline.dist.reduce import from_all
+from drumline.dist.reduce import gather_from_ranks
 from drumline.errors import TrainingStopped
 from drumline.rl.build import probe_generators
 from drumline.rl.generate import WHERE, Completion, Generator, Request, generate_together
@@ -150,7 +150,7 @@ class SamplerCheck:
             completions = generate_together(probe, requests, step=0)
             gaps.append(self._mean_difference(completions))
         # One rank's numbers decide, since a sum over ranks may differ in its last bit.
-        gaps = from_all(gaps)[0]
+        gaps = gather_from_ranks(gaps)[0]
         worst = _place_of_largest(gaps)
         gap = gaps[worst]
         if self.needs_baseline:

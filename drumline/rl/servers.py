@@ -1,4 +1,4 @@
-"""Connections to servers that sample: which server gets the next request, and what follows if one is lost.
+"""Connections to servers that sample or teach: which one gets the next request, and what follows if one is lost.
 
 The modules `vllm` and `sglang` know the paths and the JSON of their servers.
 """
@@ -10,16 +10,18 @@ import logging
 import math
 import os
 import ssl
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import httpx2
 
 from drumline.config.rollouts import ServerGenerator as Config
+from drumline.config.teachers import ServedTeacher
 from drumline.data.targets import end_ids
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.foreign import first_line
@@ -28,6 +30,9 @@ from drumline.system.heartbeat import alive
 from drumline.system.redact import reveal
 
 logger = logging.getLogger(__name__)
+# A question to a server, and its answer.
+Q = TypeVar("Q")
+A = TypeVar("A")
 
 # The most characters of a server's error message, and of its answer, that an error shows.
 MOST_MESSAGE = 300
@@ -44,9 +49,11 @@ class ServerError(DrumlineError):
     """A request to a server failed during the run.
 
     `is_refusal`: the server works and refuses the request. Otherwise another server may answer it.
+    `status`: the HTTP status of the answer; None if there was none, or if it was no error.
     """
 
     is_refusal = False
+    status: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class ServerState(NamedTuple):
 
     is_lost: bool
     model: str
-    positions: int | None
+    max_sequence_length: int | None
 
 
 class Server:
@@ -82,10 +89,12 @@ class Server:
 
     Attributes:
         model: The name of the model that this rank's requests name.
-        positions: The most tokens of a sequence; None: not known.
+        max_sequence_length: The most tokens of a sequence; None: not known.
         under_way: The number of this rank's requests that the server is working on.
         is_lost: Whether it failed. It then gets no requests until it has the present weights again.
         gives_processed_log_probs: See `RemoteVLLM.check`; None: not measured yet.
+        tells_version: Whether the server told the version of the weights that it was handed last. Only
+            rank 0 knows.
     """
 
     def __init__(self, kind: ServerKind, url: str, timeout_seconds: float, where: str) -> None:
@@ -108,10 +117,11 @@ class Server:
         self.where = where
         self.is_found = False
         self.model = ""
-        self.positions: int | None = None
+        self.max_sequence_length: int | None = None
         self.under_way = 0
         self.is_lost = False
         self.gives_processed_log_probs: bool | None = None
+        self.tells_version = False
         # Connections are not kept: the server may close them while a step trains.
         limits = httpx2.Limits(max_keepalive_connections=0)
         certificates = ssl.create_default_context()
@@ -140,7 +150,8 @@ class Server:
             fixes: HTTP status of an error → how to fix it.
             seconds: The most that the answer may take; None: `timeout_seconds`.
 
-        Raises what `fault` returns if there is no answer, or if it is an error or no JSON.
+        Raises ServerError if there is no answer in time, or if it is an error or no JSON. Before
+        `mark_found` that is EnvironmentFault.
         """
         content = self.request_text(path, body, fixes, seconds)
         if not content.strip():
@@ -159,7 +170,13 @@ class Server:
         fixes: dict[int, str] | None = None,
         seconds: float | None = None,
     ) -> str:
-        """Return the text that the server answers. Otherwise like `request`."""
+        """Return the text that the server answers.
+
+        The arguments are those of `request`.
+
+        Raises ServerError if there is no answer in time, or if it is an error. Before `mark_found` that is
+        EnvironmentFault.
+        """
         method = _method(body)
         address = f"{self.url}{path}"
         what = f"{method} {address}"
@@ -174,33 +191,55 @@ class Server:
                 f"{what} took longer than {timeout:g} s", "raise timeout_seconds"
             ) from None
         except httpx2.RequestError as error:
-            raise self.fault(
-                f"{what}: {first_line(error)}", f"{self.kind.how_to_start}, or fix the url"
-            ) from None
+            fix = self.kind.how_to_start
+            if not self.is_found:
+                fix += ", or fix the url"
+            raise self.fault(f"{what}: {first_line(error)}", fix) from None
         status = answer.status_code
         if not answer.is_success:
-            fix = (fixes or {}).get(status)
+            fix_of_status = (fixes or {}).get(status)
             message = f"{what} was answered {status}: {_reason(answer)}"
-            raise self.fault(message, fix, is_refusal=status in REFUSALS)
+            raise self.fault(message, fix_of_status, is_refusal=status in REFUSALS, status=status)
         return answer.text
 
-    def fault(self, what: str, fix: str | None = None, is_refusal: bool = False) -> DrumlineError:
+    def request_if_offered(
+        self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
+    ) -> Any:
+        """Return what `request` does; None if the answer is an error, as of a server without that path.
+
+        The arguments are those of `request`. Raises ServerError if there is no answer in time.
+        """
+        try:
+            return self.request(path, body, seconds=seconds)
+        except ServerError as error:
+            if error.status is None:
+                raise
+            return None
+
+    def fault(
+        self,
+        what: str,
+        fix: str | None = None,
+        is_refusal: bool = False,
+        status: int | None = None,
+    ) -> DrumlineError:
         """Return the error for a failure: EnvironmentFault before `mark_found`, else ServerError."""
         if not self.is_found:
             return EnvironmentFault(what, where=self.where, fix=fix)
         error = ServerError(what, where=self.where, fix=fix)
         error.is_refusal = is_refusal
+        error.status = status
         return error
 
     def state(self) -> ServerState:
         """Return what other ranks must know of the server."""
-        return ServerState(self.is_lost, self.model, self.positions)
+        return ServerState(self.is_lost, self.model, self.max_sequence_length)
 
     def set_state(self, state: ServerState) -> None:
         """Replace what this rank knows of the server by what rank 0 knows."""
         if state.is_lost:
             self.mark_lost()
-        self.is_lost, self.model, self.positions = state
+        self.is_lost, self.model, self.max_sequence_length = state
 
     def mark_lost(self) -> None:
         """Note that the server is lost. It may come back with other options, so those are forgotten."""
@@ -275,7 +314,8 @@ class ServerPool:
                 return False
             if not server.is_lost:
                 server.mark_lost()
-                logger.warning("%s: a server is lost, the others go on: %s", WHERE, error.what)
+                key = server.where.removesuffix(".url")
+                logger.warning("%s: a server is lost, the others go on: %s", key, error.what)
             self.lost[server.url] = error.what
         return True
 
@@ -283,21 +323,149 @@ class ServerPool:
         """Replace what this rank knows of all servers by what rank 0 knows, in the order of the config."""
         with self._lock:
             for server, state in zip(self.servers, states, strict=True):
-                server.set_state(state)
-                if state.is_lost:
-                    self.lost.setdefault(server.url, "rank 0 has lost it")
-                else:
-                    self.lost.pop(server.url, None)
+                self._set_state(server, state)
+
+    def set_state_after_restart(self, server: Server, state: ServerState) -> None:
+        """Replace what this rank knows of a server that was restarted by what rank 0 knows."""
+        with self._lock:
+            # It may have other options than before.
+            server.mark_lost()
+            self._set_state(server, state)
+
+    def _set_state(self, server: Server, state: ServerState) -> None:
+        """Replace what this rank knows of a server, and of whether it is lost."""
+        server.set_state(state)
+        if state.is_lost:
+            self.lost.setdefault(server.url, "rank 0 has lost it")
+        else:
+            self.lost.pop(server.url, None)
 
 
-class ServedGenerator:
-    """The base of generators that sample on servers, `config.batch` requests at a time on each.
+class ServerClient:
+    """The base of clients that send requests to all servers of a list, several at a time.
 
-    If a server fails, it is named and taken out, and its requests are sent to the others. Random
-    numbers are seeded for each request, so the completions stay the same.
+    If a server fails, it is named and taken out, and its requests are sent to the others.
     """
 
     kind: ClassVar[ServerKind]
+
+    def __init__(self, urls: Sequence[str], timeout_seconds: float, section: str) -> None:
+        """Connect to all servers.
+
+        Args:
+            urls: Their addresses, as the config has them.
+            timeout_seconds: The most time for one request.
+            section: The section of the config that has the key `url`.
+
+        Raises EnvironmentFault if one of the addresses has no healthy server of this kind, or if two of
+        them are the same address.
+        """
+        # The server that gets all requests unless it is lost, for a probe of it (`probe_generators`).
+        # None: each request goes to the server with the fewest.
+        self.preferred_server: Server | None = None
+        where = f"{section}.url"
+        servers: list[Server] = []
+        for url in urls:
+            server = Server(self.kind, reveal(url, where), timeout_seconds, where)
+            # The config compares what is written there, which may name a variable.
+            if any(server.url == earlier.url for earlier in servers):
+                fix = "name each server once"
+                raise EnvironmentFault(f"{server.url} stands twice there", where=where, fix=fix)
+            self.identify(server)
+            server.mark_found()
+            servers.append(server)
+        self.pool = ServerPool(servers)
+
+    def answer_all(
+        self, questions: Sequence[Q], answer: Callable[[Server, Q], A], at_once: int
+    ) -> list[A]:
+        """Return the answer to each question. The first failure cancels those not yet sent.
+
+        Raises DrumlineError if the last server fails, or one refuses a request.
+
+        Args:
+            questions: The questions.
+            answer: Sends a question to a server, and returns the answer.
+            at_once: Requests that are under way at the same time, for each server.
+        """
+        if not questions:
+            return []
+        with ThreadPoolExecutor(at_once * self._asked_servers()) as threads:
+            answers = [threads.submit(self._answer, each, answer) for each in questions]
+            try:
+                return [each.result() for each in answers]
+            except DrumlineError:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _asked_servers(self) -> int:
+        """Return how many servers get requests: those that are not lost, or the one that is wanted."""
+        if self.preferred_server is not None:
+            return 1
+        return sum(not server.is_lost for server in self.pool.servers)
+
+    def _answer(self, question: Q, answer: Callable[[Server, Q], A]) -> A:
+        """Return the answer to a question. If its server fails, another one gets the question."""
+        while True:
+            server = self.pool.take(self.preferred_server)
+            try:
+                return answer(server, question)
+            except ServerError as error:
+                if error.is_refusal or not self.pool.lose(server, error):
+                    raise
+            finally:
+                self.pool.release(server)
+
+    def readmit_servers(self) -> None:
+        """Give requests again to lost servers that are back. Used if they keep their own weights."""
+        states = []
+        for server in self.pool.servers:
+            state = server.state()
+            if server.is_lost and self._is_back(server):
+                state = server.state()._replace(is_lost=False)
+            states.append(state)
+        self.pool.set_states(states)
+
+    def _is_back(self, server: Server) -> bool:
+        """Return whether a lost server answers again. What `identify` sets of it is then set again."""
+        try:
+            self.identify(server, HEALTH_SECONDS)
+        except ServerError:
+            return False
+        return True
+
+    def identify(self, server: Server, seconds: float | None = None) -> None:
+        """Check that a server is healthy, and set its `model` and `max_sequence_length`.
+
+        Raises ServerError if it does not answer, or names no model. Before `Server.mark_found` that is
+        EnvironmentFault. `seconds`: the most that each answer may take; None: `timeout_seconds`.
+        """
+        server.request_text("/health", seconds=seconds)
+        served = server.request("/v1/models", seconds=seconds)
+        try:
+            lengths = {}
+            for model in served["data"]:
+                lengths[str(model["id"])] = model.get("max_model_len")
+            server.model = self.choose_model(server, list(lengths))
+            server.max_sequence_length = lengths[server.model]
+        except (TypeError, KeyError, IndexError):
+            raise server.fault(
+                "/v1/models does not name a model", self.kind.what_to_check
+            ) from None
+
+    def choose_model(self, server: Server, names: list[str]) -> str:
+        """Return which of a server's models is asked: the first one.
+
+        Raises IndexError if it has none.
+        """
+        return names[0]
+
+
+class ServedGenerator(ServerClient):
+    """The base of generators that sample on servers, `config.batch` requests at a time on each.
+
+    Random numbers are seeded for each request, so the completions stay the same if a server is lost.
+    """
 
     def __init__(
         self, config: Config, tokenizer: Any, seed: int, vocabulary: int | None = None
@@ -310,33 +478,24 @@ class ServedGenerator:
             seed: The seed of the run.
             vocabulary: Rows of the policy's embedding; None: token ids of servers are not checked.
 
-        Raises EnvironmentFault if one of `config.urls` has no healthy server of this kind, or if two of
-        them are the same address.
+        Raises EnvironmentFault as ServerClient does.
         """
         self.config = config
         self.seed = seed
         self.vocabulary = vocabulary
         self.end_tokens = sorted(end_ids(tokenizer))
-        # The server that gets all requests unless it is lost, for a probe of it (`probe_generators`).
-        # None: each request goes to the server with the fewest.
-        self.preferred_server: Server | None = None
-        where = f"{WHERE}.url"
-        servers: list[Server] = []
-        for url in config.urls:
-            server = Server(self.kind, reveal(url, where), config.timeout_seconds, where)
-            # The config compares what is written there, which may name a variable.
-            if any(server.url == earlier.url for earlier in servers):
-                fix = "name each server once"
-                raise EnvironmentFault(f"{server.url} stands twice there", where=where, fix=fix)
-            self.identify(server)
-            server.mark_found()
-            servers.append(server)
-        self.pool = ServerPool(servers)
+        super().__init__(config.urls, config.timeout_seconds, WHERE)
+        # The first part of the versions of this run's weights. A server may have those of another run.
+        self.version_prefix = f"drumline-{uuid.uuid4().hex[:8]}"
 
     @property
-    def positions(self) -> int | None:
+    def max_sequence_length(self) -> int | None:
         """The most tokens of a sequence that all servers take; None: not known."""
-        known = [server.positions for server in self.pool.servers if server.positions is not None]
+        known = [
+            server.max_sequence_length
+            for server in self.pool.servers
+            if server.max_sequence_length is not None
+        ]
         return min(known, default=None)
 
     def generate(self, requests: list[Request], step: int) -> list[Completion]:
@@ -345,42 +504,20 @@ class ServedGenerator:
         Raises DataError and PlanError as other generators do, and DrumlineError if the last server
         fails, or one refuses a request.
         """
-        require_room(requests, self.config.max_new_tokens, self.positions)
+        require_room(requests, self.config.max_new_tokens, self.max_sequence_length)
         if not requests:
             return []
         if self.config.weights == "none":
-            self._readmit_servers()
+            self.readmit_servers()
         self._check_servers(requests[0])
-        with ThreadPoolExecutor(self.config.batch * self._asked_servers()) as threads:
-            answers = []
-            for request in requests:
-                answers.append(threads.submit(self._complete, request, step))
-            try:
-                return [answer.result() for answer in answers]
-            except DrumlineError:
-                threads.shutdown(wait=False, cancel_futures=True)
-                raise
 
-    def _asked_servers(self) -> int:
-        """Return how many servers get requests: those that are not lost, or the one that is wanted."""
-        if self.preferred_server is not None:
-            return 1
-        return sum(not server.is_lost for server in self.pool.servers)
+        def complete(server: Server, request: Request) -> Completion:
+            """Return a server's completion of a request, checked."""
+            completion = self.complete(server, request, step)
+            self._require_possible(server, completion)
+            return completion
 
-    def _complete(self, request: Request, step: int) -> Completion:
-        """Return the completion of a request. If its server fails, another one gets the request."""
-        while True:
-            server = self.pool.take(self.preferred_server)
-            try:
-                completion = self.complete(server, request, step)
-                self._require_possible(server, completion)
-            except ServerError as error:
-                if error.is_refusal or not self.pool.lose(server, error):
-                    raise
-            else:
-                return completion
-            finally:
-                self.pool.release(server)
+        return self.answer_all(requests, complete, self.config.batch)
 
     def _require_possible(self, server: Server, completion: Completion) -> None:
         """Raise ServerError for a completion that the policy cannot have been asked for.
@@ -413,41 +550,6 @@ class ServedGenerator:
             except ServerError as error:
                 if error.is_refusal or not self.pool.lose(server, error):
                     raise
-
-    def _readmit_servers(self) -> None:
-        """Give requests again to lost servers that are back. Used if they keep their own weights."""
-        states = []
-        for server in self.pool.servers:
-            state = server.state()
-            if server.is_lost and self._is_back(server):
-                state = server.state()._replace(is_lost=False)
-            states.append(state)
-        self.pool.set_states(states)
-
-    def _is_back(self, server: Server) -> bool:
-        """Return whether a lost server answers again. Its `model` and `positions` are then set again."""
-        try:
-            self.identify(server, HEALTH_SECONDS)
-        except ServerError:
-            return False
-        return True
-
-    def identify(self, server: Server, seconds: float | None = None) -> None:
-        """Check that a server is healthy, and set its `model` and `positions`.
-
-        Raises what `Server.fault` returns. `seconds`: the most that each answer may take; None:
-        `timeout_seconds`.
-        """
-        server.request_text("/health", seconds=seconds)
-        served = server.request("/v1/models", seconds=seconds)
-        try:
-            first_model = served["data"][0]
-            server.model = str(first_model["id"])
-            server.positions = first_model.get("max_model_len")
-        except (TypeError, KeyError, IndexError):
-            raise server.fault(
-                "/v1/models does not name a model", self.kind.what_to_check
-            ) from None
 
     def check(self, server: Server, request: Request) -> None:
         """Raise ServerError if a server gives other log-probs than are needed. The base cannot tell.
@@ -485,19 +587,38 @@ class ServedGenerator:
             )
         return completion
 
-    def load(self, server: Server, folder: Path, version: int) -> None:
-        """Have a server load the weights in a folder. Raises what `Server.fault` returns.
+    def load_weights(self, server: Server, folder: Path, version: str) -> None:
+        """Have a server load the weights in a folder, and note their version.
 
-        `version`: the number of hand-overs before this one.
+        Raises ServerError if it does not load them. `version`: a name that no other weights have.
         """
         raise NotImplementedError
+
+    def read_version(self, server: Server) -> str | None:
+        """Return the version of the weights that a server has; None if it cannot tell.
+
+        Raises ServerError if it does not answer.
+        """
+        raise NotImplementedError
+
+
+def parse_version(answer: Any) -> str | None:
+    """Return the version of weights that a server's answer names; None if it names none."""
+    if not isinstance(answer, dict) or answer.get("weight_version") is None:
+        return None
+    return str(answer["weight_version"])
 
 
 def require_addresses(config: Any) -> None:
     """Raise ConfigError if a server's url is in an environment variable that is not set here.
 
-    `config`: the section `algorithm.generator`.
+    `config`: the section `algorithm.generator` or `algorithm.teacher`, of any kind.
     """
     if isinstance(config, Config):
-        for url in config.urls:
-            reveal(url, f"{WHERE}.url")
+        where = f"{WHERE}.url"
+    elif isinstance(config, ServedTeacher):
+        where = "algorithm.teacher.url"
+    else:
+        return
+    for url in config.urls:
+        reveal(url, where)

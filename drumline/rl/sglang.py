@@ -14,7 +14,15 @@ from typing import Any
 
 from drumline.config.rollouts import SGLangGenerator as Config
 from drumline.rl.generate import Completion, Request, request_seed
-from drumline.rl.servers import FINISHED, MOST_ANSWER, ServedGenerator, Server, ServerKind
+from drumline.rl.servers import (
+    FINISHED,
+    HEALTH_SECONDS,
+    MOST_ANSWER,
+    ServedGenerator,
+    Server,
+    ServerKind,
+    parse_version,
+)
 
 
 class RemoteSGLang(ServedGenerator):
@@ -32,20 +40,28 @@ class RemoteSGLang(ServedGenerator):
     )
     config: Config
 
-    def load(self, server: Server, folder: Path, version: int) -> None:
+    def load_weights(self, server: Server, folder: Path, version: str) -> None:
         """Have a server load the weights in a folder, and empty its prefix cache.
 
-        Raises what `Server.fault` returns. `version` is not needed.
+        Raises ServerError if it does not load them. `version`: a name that no other weights have.
         """
         not_loaded = f"the server must see {folder} under the same path, or set weights: none"
         fixes = {400: not_loaded, 404: self.kind.needed_version, 500: not_loaded}
-        answer = server.request("/update_weights_from_disk", {"model_path": str(folder)}, fixes)
+        update = {"model_path": str(folder), "weight_version": version}
+        answer = server.request("/update_weights_from_disk", update, fixes)
         has_loaded = isinstance(answer, dict) and answer.get("success") is True
         if not has_loaded:
             shown = str(answer)[:MOST_ANSWER]
             raise server.fault(f"{server.url} did not load the weights: {shown}", not_loaded)
         # The answer is no JSON. SGLang refuses while requests are under way; now there are none.
         server.request_text("/flush_cache", {}, fixes)
+
+    def read_version(self, server: Server) -> str | None:
+        """Return the version of the weights that a server has; None if it cannot tell.
+
+        Raises ServerError if it does not answer.
+        """
+        return parse_version(server.request_if_offered("/get_model_info", seconds=HEALTH_SECONDS))
 
     def complete(self, server: Server, request: Request, step: int) -> Completion:
         """See ServedGenerator."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-import uuid
+from collections.abc import Callable
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,18 @@ from drumline.rl.generate import (
     Completion,
     Request,
     Weights,
+    copy_to_host,
     request_seed,
     require_room,
 )
-from drumline.rl.servers import FINISHED, ServedGenerator, Server, ServerKind
+from drumline.rl.servers import (
+    FINISHED,
+    HEALTH_SECONDS,
+    ServedGenerator,
+    Server,
+    ServerKind,
+    parse_version,
+)
 
 # The prefix of each token id in the server's answers (`return_tokens_as_token_ids`).
 TOKEN_PREFIX = "token_id:"
@@ -91,23 +99,31 @@ class RemoteVLLM(ServedGenerator):
     )
     config: Config
 
-    def __init__(
-        self, config: Config, tokenizer: Any, seed: int, vocabulary: int | None = None
-    ) -> None:
-        """See ServedGenerator."""
-        super().__init__(config, tokenizer, seed, vocabulary)
-        # The first part of this run's names of adapters. A server may still have adapters of other runs.
-        self.adapter_prefix = f"drumline-{uuid.uuid4().hex[:8]}"
-
-    def load(self, server: Server, folder: Path, version: int) -> None:
+    def load_weights(self, server: Server, folder: Path, version: str) -> None:
         """Have a server load the weights in a folder: all weights, or an adapter.
 
-        Raises what `Server.fault` returns. `version`: the number of hand-overs before this one.
+        Raises ServerError if it does not load them. `version`: a name that no other weights have. It is
+        the adapter's name.
         """
         if self.config.weights == "adapter":
-            self._load_adapter(server, folder, f"{self.adapter_prefix}-{version}")
+            self._load_adapter(server, folder, version)
         else:
             self._load_whole(server, folder)
+            # Last, so that weights which were not loaded do not get the name. vLLM 0.32 has the path.
+            server.request_if_offered("/update_weight_version", {"new_version": version})
+
+    def read_version(self, server: Server) -> str | None:
+        """Return the version of the weights that a server has; None if it cannot tell.
+
+        A server that was restarted calls its weights "default", and does not have the adapter.
+
+        Raises ServerError if it does not answer.
+        """
+        if self.config.weights == "adapter":
+            if server.model in self._served_models(server):
+                return server.model
+            return None
+        return parse_version(server.request_if_offered("/weight_info", seconds=HEALTH_SECONDS))
 
     def _load_adapter(self, server: Server, folder: Path, name: str) -> None:
         """Have a server drop the previous adapter and load the new one.
@@ -120,7 +136,7 @@ class RemoteVLLM(ServedGenerator):
             f" --max-lora-rank of adapter.r or more; it must see {folder} under the same path"
         )
         fixes = {400: fix, 404: fix, 500: fix}
-        has_adapter = server.model.startswith(self.adapter_prefix)
+        has_adapter = server.model.startswith(self.version_prefix)
         if has_adapter and server.model in self._served_models(server):
             server.request_text("/v1/unload_lora_adapter", {"lora_name": server.model}, fixes)
         adapter = {"lora_name": name, "lora_path": str(folder)}
@@ -260,7 +276,7 @@ class InProcessVLLM:
         # Log-probs of softmax(logits / temperature) are needed, see `RemoteVLLM.check`.
         log_probs = "raw_logprobs" if config.temperature == 1 else "processed_logprobs"
         self.llm = _engine(model_path, dtype, config.memory, config.batch, log_probs, seed, rows)
-        self.positions: int | None = self.llm.llm_engine.model_config.max_model_len
+        self.max_sequence_length: int | None = self.llm.llm_engine.model_config.max_model_len
 
     def generate(self, requests: list[Request], step: int) -> list[Completion]:
         """Return a completion for each request.
@@ -268,7 +284,7 @@ class InProcessVLLM:
         Raises DataError and PlanError as other generators do, and DrumlineError if vLLM gives up a
         request.
         """
-        require_room(requests, self.config.max_new_tokens, self.positions)
+        require_room(requests, self.config.max_new_tokens, self.max_sequence_length)
         if not requests:
             return []
         from vllm import SamplingParams
@@ -280,6 +296,14 @@ class InProcessVLLM:
             parameters.append(SamplingParams(**options))
         outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
         return [_to_completion(output.outputs[0]) for output in outputs]
+
+    def hold(self, weights: Weights) -> Callable[[], None]:
+        """Keep all weights in host memory, and return the function that replaces the engine's by them.
+
+        Collective if the iterator is; the function is not.
+        """
+        held = copy_to_host(weights, {})
+        return lambda: self.refresh(iter(held))
 
     def refresh(self, weights: Weights) -> None:
         """Replace all weights. Collective if the iterator is."""

@@ -253,7 +253,7 @@ class Rollout(Event, kind="rollout"):
     # Prompts that were sampled; more than `prompts` if dynamic sampling dropped some.
     # With gkd the rows of `from_rows` are counted, too.
     drawn: int
-    episodes: int
+    episodes: int  # 0 if gkd learns the completions of rows alone
     reward: Number  # mean over its episodes; null if none has one
     reward_std: Number  # standard deviation over its episodes; null if none has a reward
     groups_differ: Number  # part of the groups whose rewards are not all alike; null if no episode has a reward
@@ -267,16 +267,22 @@ class Rollout(Event, kind="rollout"):
     # Name of a reward, or `environment` → reason → number of episodes for which it failed, of the
     # same draw.
     failures: Mapping[str, Mapping[str, int]]
-    length: float  # mean tokens of a completion, those of an environment not counted
-    length_max: float  # tokens of the longest completion
-    ended: float  # share of the completions that were not cut at their limits
+    # Mean tokens of a completion, those of an environment not counted; null without episodes.
+    length: Number
+    length_max: Number  # tokens of the longest completion; null without episodes
+    # Share of the completions that were not cut at their limits; null without episodes.
+    ended: Number
     generate_s: float  # seconds that sampling took on rank 0, waiting for others included
     reward_s: float  # seconds of scoring
     infer_s: float  # seconds for log-probs, values and the reference's log-probs
     train_s: float  # seconds of the steps that trained on it
     # Mean difference of log-probs (nats) between the generator and the policy, on a probe after the
-    # weights were sent; null if the policy itself samples, or a server keeps its own weights.
+    # weights were sent; null if the policy itself samples, if a server keeps its own weights, or if
+    # the weights were sent later (`ahead` above 1).
     sampler_gap: float | None = None
+    # Optimizer steps between the weights that sampled it and the first step that trains on it; null if
+    # nothing is sampled ahead, or a server keeps its own weights.
+    staleness: int | None = None
     # Address of a server that was lost and is not back yet → why.
     lost_servers: Mapping[str, str] | None = None
     # Whether steps trained on it. If its rewards end the run, none does and `step` is not reached.

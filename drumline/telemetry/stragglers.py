@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from drumline.dist.reduce import SumReducer, from_all
+from drumline.dist.reduce import SumReducer, gather_from_ranks
 from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Straggler
 
@@ -52,7 +52,7 @@ class Stragglers:
         if reducer.fp64_device != "cpu":
             device = f"{reducer.device} {torch.cuda.get_device_name(reducer.device)}"
         # Names of the host and the device of each rank.
-        self.hosts_and_devices = from_all((socket.gethostname(), device))
+        self.hosts_and_devices = gather_from_ranks((socket.gethostname(), device))
         # Step of the window → rank → seconds of the rank's own work, without waits for other ranks.
         self.work_seconds: list[list[float]] = []
         self.steps: list[_Step] = []

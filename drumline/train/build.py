@@ -232,6 +232,7 @@ class DataSource:
                 self.plan,
                 self.ranks,
                 self.reducer.device,
+                self.engine,
                 loaders,
                 self.emit,
                 self.stop_flag,

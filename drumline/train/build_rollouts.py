@@ -44,6 +44,7 @@ from drumline.rl.sampler_check import SamplerCheck, probe_prompts
 from drumline.rl.turns import ChatTurns
 from drumline.telemetry.events import Emit
 from drumline.train.sampling import TextGeneration, tokenizer_of
+from drumline.train.served_teacher import RolloutTeacher, connect
 from drumline.train.state import TrainState
 from drumline.train.teachers import add_teacher, build_teacher, with_teacher
 
@@ -106,7 +107,7 @@ def build_rollouts(
         engine,
         tokenizer,
         device,
-        ahead=spec.lookahead > 0,
+        samples_ahead=spec.lookahead > 0,
         check=check,
         vision=vision,
     )
@@ -123,6 +124,7 @@ def build_rollouts(
         kl=algorithm.kl,
         sample=generate,
         sample_ahead=generate.sample_ahead,
+        start_next_if_free=generate.start_next_if_free,
         sampler_check=check,
         lost_servers=generate.lost_servers,
         rewards=Rewards(spec.rewards, Path(plan.base_dir), spec.reward_workers),
@@ -133,13 +135,30 @@ def build_rollouts(
         conversations=build_conversations(plan, spec, generate),
     )
     batches = rollouts.stream(state.step, state.position, state.stream)
-    if spec.teaching is None:
+    teaching = spec.teaching
+    if teaching is None:
         return algorithm, rollouts, batches
-    teacher = build_teacher(plan, device)
+    if teaching.served_teacher is None:
+        ask = build_teacher(plan, engine, device).ask
+        rollouts.comparison = TeacherComparison(
+            algorithm, engine, episode_reader, partial(add_teacher, ask=ask), reducer
+        )
+        return algorithm, rollouts, with_teacher(batches, ask)
+    servers = connect(plan, teaching.served_teacher)
+    # Held-out episodes are asked about between the steps of a rollout.
+    of_training = RolloutTeacher(servers, device)
+    of_held_out = RolloutTeacher(servers, device)
+    rollouts.ask_teacher = of_training.ask_about
     rollouts.comparison = TeacherComparison(
-        algorithm, engine, episode_reader, partial(add_teacher, ask=teacher.ask), reducer
+        algorithm,
+        engine,
+        episode_reader,
+        partial(add_teacher, ask=of_held_out.ask),
+        reducer,
+        of_held_out.ask_about,
     )
-    return algorithm, rollouts, with_teacher(batches, teacher.ask)
+    rollouts.lost_servers = lambda: {**generate.lost_servers(), **servers.pool.lost}
+    return algorithm, rollouts, with_teacher(batches, of_training.ask)
 
 
 def build_conversations(
@@ -150,13 +169,8 @@ def build_conversations(
     if config is None:
         return None
     environments = Environments(config, Path(plan.base_dir))
-    tokenizer = generate.tokenizer
-    chat = ChatTurns(
-        tokenizer,
-        plan.config.data,
-        environments.tools(),
-        reads_calls=config.kind == "tools",
-    )
+    tools = environments.tools()
+    chat = ChatTurns(generate.tokenizer, plan.config.data, tools, reads_calls=bool(tools))
     return Conversations(
         sample=generate,
         sample_again=generate.sample_again,
@@ -167,6 +181,7 @@ def build_conversations(
         max_new_tokens=spec.generator.max_new_tokens,
         max_tokens=config.max_tokens,
         max_length=plan.config.data.max_length,
+        scores_at_end=config.scores_at_end,
     )
 
 
@@ -193,14 +208,14 @@ def build_scorers(
 
     Collective: the frozen models are built. `tail`: as `last_scores` takes it.
     """
-    temperature = spec.generator.temperature
+    temperature = spec.loss_temperature
     log_probs = log_prob_reader(spec.loss_chunk, temperature)
     has_value_head = spec.head == "valued"
 
     # The policy runs over the episodes before the update if the loss or the reward needs its
     # numbers from then.
     policy: ReadEpisodes | None = None
-    if has_value_head or spec.has_reference or spec.needs_old_log_probs:
+    if has_value_head or spec.measures_divergence or spec.needs_old_log_probs:
         with_values = log_prob_reader(spec.loss_chunk, temperature, has_value_head)
         policy = partial(episode_reader.read, engine, read=with_values)
 

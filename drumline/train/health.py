@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from drumline.config.run import HealthConfig
-from drumline.dist.reduce import SumReducer, from_all
+from drumline.dist.reduce import SumReducer, gather_from_ranks
 from drumline.engine.engine import CompositeEngine, Engine
 from drumline.engine.norms import local
 from drumline.errors import DrumlineError, TrainingStopped
@@ -189,7 +189,7 @@ class WeightCheck:
         """
         if self.every is None or self.last_agreed_step == step:
             return
-        checksums = [int(value) for value in from_all(int(checksum(self.engine)))]
+        checksums = [int(value) for value in gather_from_ranks(int(checksum(self.engine)))]
         differing: list[int] = []
         for ranks in self.sets:
             differing += outvoted_ranks({rank: checksums[rank] for rank in ranks})
@@ -273,7 +273,7 @@ class CollectiveCheck:
         if not self.on:
             return
         mine = recorder.recent(self.seen, most=COMPARED_COLLECTIVES)
-        ranks = dict(enumerate(from_all(mine)))
+        ranks = dict(enumerate(gather_from_ranks(mine)))
         # Read again, so that the next check does not compare the collective of this comparison.
         self.seen |= recorder.largest_ids(recorder.recent(self.seen, most=COMPARED_COLLECTIVES))
         difference = recorder.first_difference(ranks)

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from drumline.algorithms.base import Referenced
+from drumline.config.model import ModelConfig
 from drumline.data.cache import TokenCache
 from drumline.data.order import GlobalBatch
 from drumline.dist.reduce import add_up, sum_over_ranks
@@ -265,31 +266,34 @@ def table_key(plan: Plan, folder: str) -> str:
 
     That is the pairs' tokens (by the cache's own name), the reference's weights, and the precision.
     """
+    role = plan.roles["reference"]
     parts = {
         "version": VERSION,
         "pairs": Path(folder).name,
-        "model": plan.roles["reference"].model.model_dump(mode="json"),
+        "model": role.model.model_dump(mode="json"),
         "quantize": getattr(plan.config.adapter, "quantize", None),
     }
-    return hash_with_weights(plan, "reference", parts)
+    return hash_with_weights(plan, role.model, role.model_path, plan.frozen_precision, parts)
 
 
-def hash_with_weights(plan: Plan, name: str, parts: dict[str, Any]) -> str:
-    """Return a hash, 16 hex digits, of `parts`, a frozen model's weights and its precision.
+def hash_with_weights(
+    plan: Plan, model: ModelConfig, model_path: str | None, precision: str, parts: dict[str, Any]
+) -> str:
+    """Return a hash, 16 hex digits, of `parts`, a model's weights and its precision.
 
-    `name`: the model among `plan.roles`.
+    `model_path`: where the model is. `precision`: what it computes in.
     """
-    role = plan.roles[name]
     seed: int | None = None
-    if role.model.init == "random" or role.model.id is None:
+    if model.init == "random" or model.id is None:
         # Its weights are drawn.
         seed = plan.config.run.seed
-    of_weights = {
-        "files": weight_files(role.model_path),
-        "seed": seed,
-        "precision": plan.frozen_precision,
-    }
-    text = json.dumps(parts | of_weights, sort_keys=True)
+    of_weights = {"files": weight_files(model_path), "seed": seed, "precision": precision}
+    return hash_of(parts | of_weights)
+
+
+def hash_of(parts: dict[str, Any]) -> str:
+    """Return a hash, 16 hex digits, of values that JSON can hold."""
+    text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
 
 

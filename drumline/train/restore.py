@@ -19,7 +19,7 @@ from drumline.checkpoint.disks import Disks, Gatherer, fetch
 from drumline.checkpoint.load import (
     FoundCheckpoint,
     check,
-    load,
+    load_tensors,
     missing_compensations,
     newest,
     read_state,
@@ -169,7 +169,7 @@ def _load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         kind = section.rpartition("/")[2]
         if kind in OPTIONAL_SECTIONS:
             optional.add(section)
-    load(path, wanted, optional=frozenset(optional))
+    load_tensors(path, wanted, optional=frozenset(optional))
     for weight, value in lost.values():
         tensors[weight].add_(value)
 

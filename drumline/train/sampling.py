@@ -35,16 +35,23 @@ from drumline.models.scores import language_weights
 from drumline.models.shards import Values
 from drumline.models.tokenizer import load_tokenizer
 from drumline.plan.plan import Plan
-from drumline.rl.build import RolloutFiles, build_generator, greedy_generator, lost_servers
+from drumline.rl.ahead import BackgroundSampling, ScheduledSampling
+from drumline.rl.build import (
+    Refresh,
+    RolloutFiles,
+    build_generator,
+    greedy_generator,
+    lost_servers,
+)
 from drumline.rl.generate import (
     Completion,
-    DistributedSampling,
     Generator,
+    HFGenerator,
     Request,
     VisionPrompts,
-    generate_together,
 )
 from drumline.rl.hand_over import AdapterFiles
+from drumline.rl.restarts import CheckedSampling
 from drumline.rl.sampler_check import SamplerCheck
 from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Samples
@@ -64,16 +71,17 @@ class TextGeneration:
     device: str
     # Whether completions are generated while training goes on, so that they need a copy of the
     # weights.
-    ahead: bool = False
+    samples_ahead: bool = False
     # Compares the sampler of rollouts with the policy.
     check: SamplerCheck | None = None
     # How the model reads the images of prompts; None if it reads text alone.
     vision: Vision | None = None
-    _generator: Generator | None = None
-    # The background generation that `sample_ahead` started last; None before the first.
-    _background_sampling: DistributedSampling | None = None
+    # Made by the first call that needs it.
+    _generator: Generator | None = field(default=None, init=False)
+    # The rollouts that `sample_ahead` has started or will start.
+    _background: BackgroundSampling = field(default_factory=BackgroundSampling, init=False)
     # Copies new weights into the generator; None if that uses the engine's own.
-    _refresh: Callable[[Any], None] | None = None
+    _refresh: Refresh | None = field(default=None, init=False)
 
     def __call__(self, requests: list[Request], step: int, greedily: bool) -> list[Completion]:
         """Return a completion of each request, in their order, the same on every rank.
@@ -83,28 +91,46 @@ class TextGeneration:
         current = self._current_generator()
         if greedily:
             current = greedy_generator(current)
-        return generate_together(current, requests, step)
+        return self._start_sampling(current, requests, step).finish()
 
     def sample_again(self, requests: list[Request], step: int, greedily: bool) -> list[Completion]:
         """Return a completion of each request by the weights of the last call.
 
-        They have not changed since, so nothing is handed over. Collective.
+        They have not changed since, so nothing is handed over, unless a server was restarted. Collective.
         """
         assert self._generator is not None, "the first turn was sampled by `__call__`"
         current = self._generator
+        # An environment may have taken long. A server that was restarted since does not know an adapter.
+        self._restore_weights()
         if greedily:
             current = greedy_generator(current)
-        return generate_together(current, requests, step)
+        return self._start_sampling(current, requests, step).finish()
 
-    def sample_ahead(self, requests: list[Request], step: int) -> DistributedSampling:
+    def sample_ahead(self, requests: list[Request], step: int) -> ScheduledSampling:
         """Generate completions in a thread, with the current weights, while training goes on.
 
-        Collective.
+        If an earlier rollout is still being sampled, the weights are set aside until this rollout's turn
+        (see `rl.ahead`). That hand-over is not checked, as the policy has changed by then. Collective.
         """
-        self._background_sampling = DistributedSampling(
-            self._current_generator(), requests, step, in_background=True
-        )
-        return self._background_sampling
+        if self._background.is_free():
+            generator = self._current_generator()
+            start = partial(self._start_in_background, generator, None, requests, step)
+            scheduled = self._background.add(start)
+            self._background.start_next()
+            return scheduled
+        assert self._generator is not None, "it has sampled the rollout before"
+        hand_over: Callable[[], None] | None = None
+        if self._refresh is not None:
+            hand_over = self._refresh.hold(self._weights_to_hand_over())
+        start = partial(self._start_in_background, self._generator, hand_over, requests, step)
+        return self._background.add(start)
+
+    def start_next_if_free(self) -> None:
+        """Start to sample the next rollout of `sample_ahead` if the sampler is free. Collective.
+
+        It does not wait.
+        """
+        self._background.start_next_if_free()
 
     def lost_servers(self) -> dict[str, str]:
         """Return the url of each server that is lost → why, as this rank knows it."""
@@ -115,39 +141,75 @@ class TextGeneration:
 
         Collective. A caller that changes something on it must put it back.
         """
-        return getattr(self._current_generator(), "model")  # noqa: B009 - generators in process have one
+        generator = self._current_generator()
+        assert isinstance(generator, HFGenerator), "vLLM and servers do not hand out their model"
+        return generator.model
+
+    def _start_sampling(
+        self, generator: Generator, requests: list[Request], step: int, in_background: bool = False
+    ) -> CheckedSampling:
+        """Start to generate completions with the generator's weights. Collective."""
+        return CheckedSampling(generator, requests, step, in_background, self._restore_weights)
+
+    def _start_in_background(
+        self,
+        generator: Generator,
+        hand_over: Callable[[], None] | None,
+        requests: list[Request],
+        step: int,
+    ) -> CheckedSampling:
+        """Start to generate completions in a thread. Collective.
+
+        `hand_over`: gives the generator the weights that were set aside; None: it has the right ones.
+        """
+        if hand_over is not None:
+            hand_over()
+        return self._start_sampling(generator, requests, step, in_background=True)
+
+    def _restore_weights(self) -> list[str]:
+        """Hand the present weights over again to servers that were restarted, and return their urls.
+
+        Collective.
+        """
+        if self._refresh is None:
+            return []
+        return self._refresh.restore()
 
     def _current_generator(self) -> Generator:
         """Return the generator with the current weights. Collective.
 
         Raises TrainingStopped if they did not arrive.
         """
-        if self._background_sampling is not None:
-            # A thread may still generate with the weights that are about to be replaced.
-            self._background_sampling.wait()
+        # A thread may still generate with the weights that are about to be replaced, and servers can only be
+        # checked for these weights as long as they have them.
+        self._background.finish()
         unsharded: Any = None
-        if not self.ahead:
+        if not self.samples_ahead:
             unsharded = self.engine.unsharded_model()
         if self._generator is None:
-            prompts_with_images = None
-            if self.vision is not None:
-                arguments = partial(image_arguments, vision=self.vision)
-                prompts_with_images = VisionPrompts(arguments, self.vision.token_id)
-            self._generator, self._refresh = build_generator(
-                self.config,
-                self.tokenizer,
-                self.plan.config.run.seed,
-                unsharded,
-                self._copy,
-                LOW_PRECISION.get(self.plan.precision),
-                self._files(),
-                prompts_with_images,
-            )
+            self._generator, self._refresh = self._build_generator(unsharded)
         if self._refresh is not None:
-            self._refresh(self._new_weights())
+            self._refresh(self._weights_to_hand_over())
             if self.check is not None:
                 self.check.compare(self._generator)
         return self._generator
+
+    def _build_generator(self, unsharded: Any | None) -> tuple[Generator, Refresh | None]:
+        """Return the generator, and what hands it new weights, see `build_generator`."""
+        prompts_with_images = None
+        if self.vision is not None:
+            arguments = partial(image_arguments, vision=self.vision)
+            prompts_with_images = VisionPrompts(arguments, self.vision.token_id)
+        return build_generator(
+            self.config,
+            self.tokenizer,
+            self.plan.config.run.seed,
+            unsharded,
+            self._build_copy,
+            LOW_PRECISION.get(self.plan.precision),
+            self._files(),
+            prompts_with_images,
+        )
 
     def _files(self) -> RolloutFiles:
         """Return what vLLM reads from disk."""
@@ -170,7 +232,7 @@ class TextGeneration:
         """Return whether servers have the base model and get the adapter alone."""
         return isinstance(self.config, c.ServerGenerator) and self.config.weights == "adapter"
 
-    def _new_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _weights_to_hand_over(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return what the generator is handed: all weights, or the adapter's alone. Collective."""
         if self._hands_over_adapter():
             return self.engine.whole_weights(adapters.is_adapter)
@@ -198,7 +260,7 @@ class TextGeneration:
             draw_device=self.plan.draw_device,
         )
 
-    def _copy(self) -> Any:
+    def _build_copy(self) -> Any:
         """Return a copy of the model on this rank, in the type that it computes in.
 
         Its weights are those before training, until `_refresh` is called.
@@ -220,7 +282,7 @@ def tokenizer_of(plan: Plan) -> Any:
 class Prompt:
     """A held-out row, cut before its answer."""
 
-    set: str
+    evaluation_set: str
     tokens: list[int]
     answer: list[int]
     # The images of the prompt; empty without any.
@@ -282,7 +344,7 @@ def generation_for_evaluation(
 def _read_prompts(plan: Plan, cache: TokenCache, name: str) -> Iterator[Prompt]:
     """Yield the rows of a cache in order, cut before their answer.
 
-    Of a pair its first side; prompts alone have no answer.
+    Only the first answer of a pair is used. A row that is a prompt alone has no answer.
     """
     algorithm = plan.config.algorithm
     vision = find_vision(plan)
@@ -331,7 +393,7 @@ class Answers:
         answers = []
         for prompt, completion in zip(self.prompts, completions, strict=True):
             answer = {
-                "set": prompt.set,
+                "set": prompt.evaluation_set,
                 "prompt": self._decode(prompt.tokens),
                 "text": self._decode(completion.tokens),
                 "answer": self._decode(prompt.answer) if prompt.answer else None,

@@ -116,12 +116,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     rollout = config.algorithm.rollout
     if config.adapter.kind == "lora":
         require_package("peft", "adapter")
-    if rollout is not None:
-        from drumline.rl import servers, vllm  # importing the generators takes a second
-
-        rewards.require_installed(rollout.rewards)
-        vllm.require_installed(rollout.generator)
-        servers.require_addresses(rollout.generator)
+    _check_clients(config)
 
     # The models. The policy is the model that is trained, with any algorithm.
     policy = find_model(config.model, on_progress, weights=True)
@@ -144,7 +139,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     # The data.
     data = _prepare_data(config, policy, base_dir, dry_run, on_progress)
     if rollout is not None:
-        _check_prompts(rollout, config, base_dir, data)
+        _check_prompts(rollout, config, base_dir, data, tokenizer)
 
     # The devices, and how the work is spread over them.
     machine = request.machine or detect()
@@ -162,6 +157,24 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if not dry_run:
         plan = _check_with_weights(plan, config, base_dir, on_progress)
     return _with_prediction(plan, config, request, machine, question.facts, why)
+
+
+def _check_clients(config: Config) -> None:
+    """Raise the errors of rewards, generators, servers and environments that can be found without asking them."""
+    rollout = config.algorithm.rollout
+    teaching = config.algorithm.teaching
+    has_served_teacher = teaching is not None and teaching.served_teacher is not None
+    if rollout is None and not has_served_teacher:
+        return
+    from drumline.rl import servers, vllm  # importing the generators takes a second
+
+    if rollout is not None:
+        rewards.require_installed(rollout.rewards)
+        vllm.require_installed(rollout.generator)
+        servers.require_addresses(rollout.generator)
+        environments.require_installed(rollout.environment)
+    if teaching is not None:
+        servers.require_addresses(teaching.teacher)
 
 
 def _check_request(request: Request) -> None:
@@ -453,12 +466,17 @@ def _check_eval_metric(config: Config, labels: tuple[str, ...]) -> None:
 
 
 def _check_prompts(
-    rollout: SamplingSpec, config: Config, base_dir: Path, data: DataPlan | None
+    rollout: SamplingSpec,
+    config: Config,
+    base_dir: Path,
+    data: DataPlan | None,
+    tokenizer: Any,
 ) -> None:
     """Raise ConfigError or PlanError if rewards, environment or curriculum do not fit the prompts.
 
     Rewards are called with the columns of a row, and a curriculum weighs domains. `data`: None if
-    they are not prepared, in a dry run.
+    they are not prepared, in a dry run. `tokenizer`: its chat template must show an environment's
+    tools.
     """
     columns = None
     if data is not None:
@@ -468,7 +486,8 @@ def _check_prompts(
             columns.add("messages")
     rewards.check_importable(rollout.rewards, base_dir.absolute(), columns)
     if rollout.environment is not None:
-        environments.check_importable(rollout.environment, base_dir.absolute())
+        tools = environments.check_importable(rollout.environment, base_dir.absolute())
+        require_template(tokenizer, reads_calls=bool(tools))
     has_function = any(reward.kind == "function" for reward in rollout.rewards)
     if has_function and columns is not None and "completion" in columns:
         notes(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from drumline.config.run import EvalConfig
-from drumline.dist.reduce import from_all
+from drumline.dist.reduce import gather_from_ranks
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.foreign import expand_home, first_line, require_package
 from drumline.models.containers import LOW_PRECISION
@@ -146,11 +146,11 @@ class Tasks:
 
             def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
                 """Return the numbers of all ranks, by rank."""
-                return torch.tensor(from_all(tensor.tolist()))
+                return torch.tensor(gather_from_ranks(tensor.tolist()))
 
             def gather_object(self, obj: Any, dst: int = 0) -> Any:
                 """Return the objects of all ranks, by rank, on each of them."""
-                return from_all(obj)
+                return gather_from_ranks(obj)
 
             def barrier(self) -> None:
                 """Nothing to wait for: what follows is gathered."""
@@ -189,7 +189,7 @@ class Tasks:
         own_metrics: dict[str, dict[str, float]] | None = None
         if found:
             own_metrics = metrics_of(found["results"])
-        metrics_by_rank = from_all(own_metrics)
+        metrics_by_rank = gather_from_ranks(own_metrics)
         metrics_by_task = next(metrics for metrics in metrics_by_rank if metrics is not None)
         scores = {}
         for task, metrics in metrics_by_task.items():

@@ -7,110 +7,53 @@ There are two ways to get them:
 - `live`: a frozen model answers batch by batch. For the whole vocabulary (`top_k` 0) the batch gets
   its hidden states, and the loss computes its logits from them, a few tokens at a time.
 
-Letters of shapes: M learned tokens of a micro-batch; T of a whole cache; K choices of each token,
-L = K + 1 log-probabilities.
+The teacher is a frozen model, the trained model with its adapter switched off, or a model on servers
+(`train.served_teacher`).
+
+Letters of shapes: M learned tokens of a micro-batch; K choices of each token, L = K + 1 log-probabilities,
+J = K + L numbers, packed in one row.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from drumline.config.algorithm import TeachingSpec
-from drumline.data.cache import TokenCache, bounds
+from drumline.data.cache import TokenCache
 from drumline.data.order import GlobalBatch
-from drumline.dist.copies import copy_to_device
-from drumline.dist.reduce import from_all, sum_over_ranks
+from drumline.dist.reduce import gather_from_ranks, sum_over_ranks
 from drumline.dist.start import RankInfo
 from drumline.engine.build import build_engine
 from drumline.engine.engine import Engine
-from drumline.errors import EnvironmentFault, ModelError, Preempted
-from drumline.foreign import disk_errors
+from drumline.errors import Preempted
 from drumline.models.choices import Choices
-from drumline.models.load import load_config
 from drumline.models.losses import LinearHead
 from drumline.models.teaching import Teacher, TeacherStates
-from drumline.models.vocabulary import stored_rows
 from drumline.plan.plan import DataPlan, Plan
-from drumline.system.files import rename_unless_there, temporary_folder
 from drumline.system.signals import StopFlag
 from drumline.telemetry import events
 from drumline.train.data_loaders import DataLoaders
-from drumline.train.references import add_to_all_batches, cache_folders, hash_with_weights
+from drumline.train.references import add_to_all_batches, cache_folders
+from drumline.train.teacher_table import (
+    Answer,
+    ChoiceTable,
+    answers_of_all,
+    table_key,
+    write_table,
+)
+from drumline.train.vocabulary import vocabulary_entries
 
 # Takes micro-batches, and returns what the teacher says of each.
 Ask = Callable[[list[Any]], list[Teacher]]
-# A part of the tables' names. Raise it if the same models and rows give other numbers.
-VERSION = 1
-
-
-@dataclass(frozen=True)
-class ChoiceTable:
-    """A teacher's choices at all T learned tokens of a cache, on disk.
-
-    `ids`: int32[T, K]. `log_probs`: fp32[T, L]. `first_tokens`: int64[N + 1], where the tokens of each
-    sample begin, and the end of all.
-    """
-
-    ids: npt.NDArray[np.int32]
-    log_probs: npt.NDArray[np.float32]
-    first_tokens: npt.NDArray[np.int64]
-
-    @classmethod
-    def open(cls, folder: Path, cache: TokenCache, top_k: int) -> ChoiceTable | None:
-        """Return the table in a folder; None if it is missing, damaged, or of other sizes."""
-        try:
-            ids = np.load(folder / "ids.npy", mmap_mode="r", allow_pickle=False)
-            log_probs = np.load(folder / "log_probs.npy", mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError):
-            return None
-        first_tokens = bounds(cache.target_counts)
-        tokens = int(first_tokens[-1])
-        has_types = ids.dtype == np.int32 and log_probs.dtype == np.float32
-        if not has_types or ids.ndim != 2:
-            return None
-        choices = ids.shape[1]
-        has_sizes = len(ids) == tokens and 0 < choices <= top_k
-        if not has_sizes or log_probs.shape != (tokens, choices + 1):
-            return None
-        return cls(ids, log_probs, first_tokens)
-
-    def choices_of(self, samples: Sequence[int], device: str) -> Choices:
-        """Return the choices at the learned tokens of samples, in their order; -1 has none."""
-        ids = [self.ids[:0]]
-        log_probs = [self.log_probs[:0]]
-        for sample in samples:
-            if sample >= 0:
-                start, stop = self.first_tokens[sample : sample + 2].tolist()
-                ids.append(self.ids[start:stop])
-                log_probs.append(self.log_probs[start:stop])
-        ids_MK = torch.from_numpy(np.concatenate(ids).astype(np.int64))
-        log_probs_ML = torch.from_numpy(np.concatenate(log_probs))
-        return Choices(copy_to_device(device, ids_MK), copy_to_device(device, log_probs_ML))
-
-
-class TableArrays(NamedTuple):
-    """The two arrays of a table that is being written, see `ChoiceTable`."""
-
-    ids: Any
-    log_probs: Any
-
-    @classmethod
-    def create(cls, folder: Path, tokens: int, choices: int) -> TableArrays:
-        """Create the files of a table in a folder. Raises EnvironmentFault if the disk is too full."""
-        ids = _new_array(folder / "ids.npy", np.int32, (tokens, choices))
-        log_probs = _new_array(folder / "log_probs.npy", np.float32, (tokens, choices + 1))
-        return cls(ids, log_probs)
+# Yields the answers for all samples of a cache, on every rank. Collective.
+AnswersOfCache = Callable[[TokenCache], Iterator[Answer]]
 
 
 @dataclass
@@ -124,20 +67,26 @@ class FrozenTeacher:
     teaching: TeachingSpec
     entries: int
     keeps_head: bool
+    # Whether the engine's adapter is switched on while it answers.
+    adapter: bool = True
     head: LinearHead | None = field(default=None, init=False)
 
     def ask(self, micro_batches: list[Any]) -> list[Teacher]:
         """Return what the teacher says of each micro-batch. Collective."""
         if self.teaching.top_k:
-            packed = self.engine.infer(micro_batches, self.packed_choices)
+            packed = self.packed_answers(micro_batches)
             return [_unpack(packed_MJ) for packed_MJ in packed]
-        hidden = self.engine.infer(micro_batches, self._states)
+        hidden = self.engine.infer(micro_batches, self._states, self.adapter)
         # Without a head, on the ranks of a pipeline that compute no loss.
         head = self.head or LinearHead(torch.empty(0))
         return [TeacherStates(hidden_ME, head) for hidden_ME in hidden]
 
+    def packed_answers(self, micro_batches: list[Any]) -> list[torch.Tensor]:
+        """Return `packed_choices` of each micro-batch. Collective."""
+        return self.engine.infer(micro_batches, self.packed_choices, self.adapter)
+
     def packed_choices(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Return the choices at the learned tokens in one tensor, fp32[M, K + L]."""
+        """Return the choices at the learned tokens in one tensor, fp32[M, J]."""
         teaching = self.teaching
         choices = outputs.top_choices(
             batch.targets_BT,
@@ -160,20 +109,31 @@ class FrozenTeacher:
         return states.hidden_ME
 
 
-def build_teacher(plan: Plan, device: str) -> FrozenTeacher:
-    """Return the teacher of a run, spread as the trained model is. Collective."""
+def build_teacher(plan: Plan, policy: Engine, device: str) -> FrozenTeacher:
+    """Return the teacher of a run, spread as the trained model is. Collective.
+
+    `policy`: the engine of the trained model, which without its adapter may be the teacher itself.
+    """
     teaching = plan.config.algorithm.teaching
     assert teaching is not None, "the algorithm has a teacher"
-    engine = build_engine(plan, device, role="teacher")
-    whole_weights = plan.config.strategy.whole_weights
-    return FrozenTeacher(engine, teaching, vocabulary_entries(plan), whole_weights)
+    engine = policy
+    if not teaching.is_own_teacher:
+        engine = build_engine(plan, device, role="teacher")
+    return FrozenTeacher(
+        engine,
+        teaching,
+        vocabulary_entries(plan),
+        keeps_head=plan.config.strategy.whole_weights,
+        adapter=not teaching.is_own_teacher,
+    )
 
 
 def _unpack(packed_MJ: torch.Tensor) -> Choices:
     """Return the choices of `packed_choices`; J = K + L = 2 K + 1."""
     choices = packed_MJ.shape[1] // 2
     ids_MK, log_probs_ML = packed_MJ.split([choices, choices + 1], 1)
-    return Choices(ids_MK.long(), log_probs_ML)
+    # A copy, so that the packed numbers are freed.
+    return Choices(ids_MK.long(), log_probs_ML.clone())
 
 
 @dataclass(frozen=True)
@@ -183,6 +143,8 @@ class TeacherLoaders:
     plan: Plan
     ranks: RankInfo
     device: str
+    # The engine of the trained model.
+    engine: Engine
     loaders: DataLoaders
     emit: events.Emit
     stop_flag: StopFlag
@@ -216,7 +178,7 @@ class TeacherLoaders:
         """Return how the teacher is asked about the samples of each cache folder. Collective."""
         folders = cache_folders(data)
         if self.teaching.asks_teacher_live:
-            teacher = build_teacher(self.plan, self.device)
+            teacher = build_teacher(self.plan, self.engine, self.device)
             return dict.fromkeys(folders.values(), teacher.ask)
         tables = self._load_or_build_tables(folders)
         asks: dict[str, Ask] = {}
@@ -230,18 +192,18 @@ class TeacherLoaders:
         `caches`: the folder of each part of the data.
         """
         tables: dict[str, ChoiceTable] = {}
-        teacher: FrozenTeacher | None = None
+        answers_of: AnswersOfCache | None = None
         for part, folder in caches.items():
             began = time.time()
             cache = TokenCache.open(Path(folder))
             path = Path(folder) / "teachers" / table_key(self.plan, folder)
             table = ChoiceTable.open(path, cache, self.teaching.top_k)
             # Each host has a cache of its own, unless they share it.
-            is_found = all(from_all(table is not None))
+            is_found = all(gather_from_ranks(table is not None))
             if not is_found:
-                if teacher is None:
-                    teacher = build_teacher(self.plan, self.device)
-                self._build_table(teacher, cache, path)
+                if answers_of is None:
+                    answers_of = self._build_answers_of_cache()
+                self._build_table(answers_of, cache, path)
                 table = ChoiceTable.open(path, cache, self.teaching.top_k)
             assert table is not None, "the table was written a moment ago"
             tables[folder] = table
@@ -255,122 +217,67 @@ class TeacherLoaders:
             self.emit(event)
         return tables
 
-    def _build_table(self, teacher: FrozenTeacher, cache: TokenCache, path: Path) -> None:
+    def _build_answers_of_cache(self) -> AnswersOfCache:
+        """Return how the teacher is asked about all samples of a cache. Collective."""
+        served = self.teaching.served_teacher
+        if served is not None:
+            # Imported here, as importing the client takes a second.
+            from drumline.train.served_teacher import answers_of_cache, connect
+
+            servers = connect(self.plan, served)
+            return partial(
+                answers_of_cache,
+                servers,
+                device=self.device,
+                raise_if_stopping=self._raise_if_stopping,
+            )
+        teacher = build_teacher(self.plan, self.engine, self.device)
+        return partial(self._answers, teacher)
+
+    def _build_table(self, answers_of: AnswersOfCache, cache: TokenCache, path: Path) -> None:
         """Compute the table of a cache, and write it to `path` on each host. Collective.
 
         Raises Preempted after a stop signal.
         """
         if self.ranks.local_rank != 0:
-            for _ in self._answers(teacher, cache):
+            for _ in answers_of(cache):
                 pass
         else:
-            self._write_table(self._answers(teacher, cache), cache, path)
+            write_table(answers_of(cache), cache, path, self.teaching.top_k)
         # All ranks read the files that the first of each host has written.
-        from_all(None)
+        gather_from_ranks(None)
 
-    def _write_table(
-        self, answers: Iterator[tuple[int, npt.NDArray[np.float32]]], cache: TokenCache, path: Path
-    ) -> None:
-        """Write the answers for all samples of a cache as a table. It appears whole."""
-        first_tokens = bounds(cache.target_counts)
-        tokens = int(first_tokens[-1])
-        arrays: TableArrays | None = None
-        with _table_folder(path) as folder:
-            for sample, packed in answers:
-                choices = packed.shape[1] // 2
-                if arrays is None:
-                    arrays = TableArrays.create(folder, tokens, choices)
-                here = slice(*first_tokens[sample : sample + 2].tolist())
-                arrays.ids[here] = packed[:, :choices]
-                arrays.log_probs[here] = packed[:, choices:]
-            if arrays is None:
-                # Without a sample there is no answer that tells the number of choices.
-                arrays = TableArrays.create(folder, tokens, choices=1)
-            with _errors_of_disk(path.parent):
-                arrays.ids.flush()
-                arrays.log_probs.flush()
-                rename_unless_there(
-                    folder,
-                    path,
-                    lambda: ChoiceTable.open(path, cache, self.teaching.top_k) is not None,
-                )
-
-    def _answers(
-        self, teacher: FrozenTeacher, cache: TokenCache
-    ) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+    def _answers(self, teacher: FrozenTeacher, cache: TokenCache) -> Iterator[Answer]:
         """Yield the packed choices of each sample of a cache, on every rank. Collective.
 
         Raises Preempted after a stop signal, and ModelError on all ranks for what is no number.
         """
         is_counted = self.plan.mesh.is_counted(self.ranks.rank)
         for batch in self.loaders.batches_of_folder(str(cache.folder)):
-            (stop,) = sum_over_ranks([float(self.stop_flag.requested)], self.device)
-            if stop:
-                what = "stopped before the first step, while the teacher was asked"
-                raise Preempted(what, where=self.plan.run_dir, fix="go on with --resume")
-            packed = teacher.engine.infer(batch.micro_batches, teacher.packed_choices)
-            mine = []
-            if is_counted:
-                # Another rank may have the same samples.
-                for micro_batch, packed_MJ in zip(batch.micro_batches, packed, strict=True):
-                    mine += _split_by_sample(micro_batch.samples, packed_MJ, cache)
-            for answers in from_all(mine):
-                for sample, packed_of_sample in answers:
-                    _require_finite(packed_of_sample)
-                    yield sample, packed_of_sample
+            self._raise_if_stopping()
+            packed = teacher.packed_answers(batch.micro_batches)
+            samples = _samples_with_numbers(batch.micro_batches)
+            rows_RJ = torch.cat(packed)
+            if not is_counted:
+                # Another rank has the same samples.
+                samples = []
+                rows_RJ = rows_RJ[:0]
+            yield from answers_of_all(samples, rows_RJ, cache)
+
+    def _raise_if_stopping(self) -> None:
+        """Raise Preempted on all ranks if a stop signal has come. Collective."""
+        (stop,) = sum_over_ranks([float(self.stop_flag.requested)], self.device)
+        if stop:
+            what = "stopped before the first step, while the teacher was asked"
+            raise Preempted(what, where=self.plan.run_dir, fix="go on with --resume")
 
 
-def _split_by_sample(
-    samples: Sequence[int], packed_MJ: torch.Tensor, cache: TokenCache
-) -> list[tuple[int, npt.NDArray[np.float32]]]:
-    """Return (sample, the rows of its learned tokens) of a micro-batch, without fillers."""
-    packed = packed_MJ.cpu().numpy()
-    parts = []
-    start = 0
-    for sample in samples:
-        if sample >= 0:
-            stop = start + int(cache.target_counts[sample])
-            parts.append((sample, packed[start:stop]))
-            start = stop
-    return parts
-
-
-def _require_finite(packed_MJ: npt.NDArray[np.float32]) -> None:
-    """Raise ModelError for a teacher's NaN or infinity, which a table would keep for later runs."""
-    if not np.isfinite(packed_MJ).all():
-        raise ModelError(
-            "some of its log-probabilities are NaN or infinite",
-            where="algorithm.teacher",
-            fix="use precision=bf16 or fp32, or another teacher",
-        )
-
-
-def _errors_of_disk(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """Return a context that raises EnvironmentFault if a folder cannot be written."""
-    return disk_errors("cannot be written", str(folder), EnvironmentFault, "set data.cache_dir")
-
-
-@contextlib.contextmanager
-def _table_folder(path: Path) -> Iterator[Path]:
-    """Yield the temporary folder in which the table at `path` is made.
-
-    Raises EnvironmentFault if there can be none: the cache may be another user's.
-    """
-    with contextlib.ExitStack() as stack:
-        with _errors_of_disk(path.parent):
-            folder = stack.enter_context(temporary_folder(path.parent))
-        yield folder
-
-
-def _new_array(path: Path, dtype: Any, shape: tuple[int, int]) -> Any:
-    """Return the memory map of a new .npy file. Raises EnvironmentFault if the disk is too full."""
-    with _errors_of_disk(path.parent):
-        array = np.lib.format.open_memmap(path, "w+", dtype, shape)
-        if hasattr(os, "posix_fallocate"):
-            # The file has holes so far. A write into one of a full disk would kill the process.
-            with path.open("r+b") as file:
-                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    return array
+def _samples_with_numbers(micro_batches: Sequence[Any]) -> list[int]:
+    """Return the samples of micro-batches in their order, without fillers."""
+    samples: list[int] = []
+    for micro_batch in micro_batches:
+        samples += [sample for sample in micro_batch.samples if sample >= 0]
+    return samples
 
 
 def _look_up(table: ChoiceTable, device: str, micro_batches: list[Any]) -> list[Teacher]:
@@ -390,30 +297,3 @@ def add_teacher(micro_batches: list[Any], ask: Ask) -> list[Any]:
     for micro_batch, teacher in zip(micro_batches, ask(micro_batches), strict=True):
         taught.append(replace(micro_batch, teacher=teacher))
     return taught
-
-
-def vocabulary_entries(plan: Plan) -> int:
-    """Return the rows of the head of the trained model."""
-    config = load_config(plan.model_path, plan.config.model)
-    rows = stored_rows(config)
-    assert rows is not None, "a language model has a vocabulary"
-    return rows
-
-
-def table_key(plan: Plan, folder: str) -> str:
-    """Return a hash, 16 hex digits, of all that a table depends on.
-
-    That is the rows' tokens (by the cache's own name, a hash of rows and tokenizer), the teacher's
-    weights, what is asked of it, and the precision.
-    """
-    teaching = plan.config.algorithm.teaching
-    assert teaching is not None, "the algorithm has a teacher"
-    parts = {
-        "version": VERSION,
-        "rows": Path(folder).name,
-        "teacher": plan.roles["teacher"].model.model_dump(mode="json"),
-        "top_k": teaching.top_k,
-        "temperature": teaching.temperature,
-        "entries": vocabulary_entries(plan),
-    }
-    return hash_with_weights(plan, "teacher", parts)

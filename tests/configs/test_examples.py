@@ -49,6 +49,7 @@ AGAIN = (
     "resnet50_ddp_syncbn",
     "grpo_smollm2",
     "gkd_smollm2",
+    "online_dpo_smollm2",
     "context_parallel",
     "ddp",
     "diloco",
@@ -202,7 +203,7 @@ def quick(path: Path, instead: dict[str, list[str]]) -> list[str]:
     """What makes an example's first steps small."""
     kind = load(path, []).config.algorithm.kind
     more = [*instead.get(path.stem, []), *SMALLER.get(path.stem, []), *QUICK, *BATCH]
-    if kind in ("ppo", "grpo"):
+    if kind in ("ppo", "grpo", "online_dpo"):
         more += ROLLOUT
     if kind == "gkd":
         more += ["data.truncation=left", "algorithm.generator.max_new_tokens=4"]

@@ -25,7 +25,8 @@ def vllm(model_dir: str, out: Path, urls: list[str]) -> dict[str, Any]:
     from drumline.config import rollouts as c
     from drumline.errors import DrumlineError
     from drumline.rl.build import RolloutFiles, build_generator, lost_servers
-    from drumline.rl.generate import HFGenerator, Request, generate_together
+    from drumline.rl.generate import HFGenerator, Request
+    from drumline.rl.restarts import CheckedSampling
     from tests.tiny import tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
@@ -40,8 +41,9 @@ def vllm(model_dir: str, out: Path, urls: list[str]) -> dict[str, Any]:
     refresh(model.named_parameters(remove_duplicate=False))
     requests = [Request([5, 6, 7 + index], (index, 0)) for index in range(5)]
     local = HFGenerator(c.HFGenerator(max_new_tokens=8), model, tokenizer, 3)
+    sampled = CheckedSampling(made, requests, 2, restore_weights=refresh.restore).finish()
     found: dict[str, Any] = {
-        "made": [completion.tokens for completion in generate_together(made, requests, step=2)],
+        "made": [completion.tokens for completion in sampled],
         "expected": [completion.tokens for completion in local.generate(requests, 2)],
     }
     # What each rank knows of the servers after the next hand-over.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from drumline.checkpoint.load import check, load, newest
+from drumline.checkpoint.load import check, load_tensors, newest
 from drumline.checkpoint.manifest import read_manifest
 from drumline.checkpoint.save import Checkpointer, SaveResult
 from drumline.checkpoint.storage import read_index
@@ -86,7 +86,7 @@ def loaded(root: Path, make: Make) -> dict[str, Any]:
     found = newest(root, verify=True)
     assert found.path, found.skipped
     tensors = make(False)
-    load(found.path, tensors)
+    load_tensors(found.path, tensors)
     return as_lists(whole(tensors))
 
 
@@ -172,7 +172,7 @@ def half_each(root: Path) -> str | None:
     checkpointer.save(1, mine, {}, None)
     (result,) = checkpointer.wait()
     fresh = blank(mine)
-    load(root / "step-00000001", fresh)
+    load_tensors(root / "step-00000001", fresh)
     assert differing(fresh, mine) == []
     return result.error
 
@@ -180,7 +180,7 @@ def half_each(root: Path) -> str | None:
 def test_ranks_may_hold_different_tensors(tmp_path: Path) -> None:
     assert run(TWO, half_each, tmp_path) == [None, None]
     fresh = blank(content(1))
-    load(tmp_path / "step-00000001", fresh)
+    load_tensors(tmp_path / "step-00000001", fresh)
     assert differing(fresh, content(1)) == []
 
 
@@ -225,7 +225,7 @@ def verdicts(root: Path) -> tuple[list[str], str]:
     reasons = [reason for _, reason in found.skipped]
     width = 300 + dist.get_rank()
     try:
-        load(root / "step-00000005", {"model.3": torch.zeros(104, width)})
+        load_tensors(root / "step-00000005", {"model.3": torch.zeros(104, width)})
     except CheckpointError as error:
         return reasons, str(error)
     return [], "loaded"
@@ -272,7 +272,7 @@ def leaves_early(root: Path) -> None:
 def test_a_process_that_ends_finishes_its_save_first(tmp_path: Path) -> None:
     run(ALONE, leaves_early, tmp_path)
     fresh = {"model.w": torch.zeros(4_000_000)}
-    load(tmp_path / "step-00000001", fresh)
+    load_tensors(tmp_path / "step-00000001", fresh)
     assert fresh["model.w"].min() == 1
 
 
@@ -282,7 +282,7 @@ def alone(root: Path) -> int:
         return 5
     path = newest(root, verify=True, collective=False).path
     assert path
-    load(path, blank(content(1)), collective=False)
+    load_tensors(path, blank(content(1)), collective=False)
     return check(path, verify=True, collective=False).step
 
 

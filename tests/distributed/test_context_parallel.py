@@ -122,7 +122,7 @@ def batch_with_images(model: Any, packed: bool) -> Any:
         start = 0
         for length in lengths:
             document = slice(start, start + length)
-            positions = vision.positions(batch.input_ids_BT[row, document].numpy(), left)
+            positions = vision.rotary_positions(batch.input_ids_BT[row, document].numpy(), left)
             assert positions is not None
             rope_3BT[:, row, document] = torch.from_numpy(positions)
             start += length

@@ -17,7 +17,7 @@ from drumline.rl.generate import Request, assign_requests
 from tests.distributed.ranks import run_module
 from tests.harness import read_json
 from tests.tiny import read_model, tiny_model_dir
-from tests.vllm_stub import StubServer
+from tests.vllm_stub import HAND_OVER, StubServer
 
 
 def requests(lengths: list[int]) -> list[Request]:
@@ -71,7 +71,7 @@ def test_two_ranks_hand_one_server_their_weights(tmp_path: Path) -> None:
     with StubServer(served) as server:
         run_module("tests.distributed.rollout_worker", [folder, tmp_path / "out", server.url], 2)
         loads = [path for path, _ in server.asked if path != "/v1/completions"]
-        assert loads == ["/collective_rpc", "/reset_prefix_cache"] * 2, "each time by rank 0 alone"
+        assert loads == HAND_OVER * 2, "each time by rank 0 alone"
     first, second = (read_json(tmp_path / f"out-{rank}.json") for rank in range(2))
     assert first["made"] == first["expected"], "by the new weights"
     assert second["made"] == first["made"]
@@ -90,3 +90,16 @@ def test_two_ranks_share_what_they_know_of_two_servers(tmp_path: Path) -> None:
     assert first["made"] == first["expected"]
     assert second["made"] == first["made"]
     assert first["lost"] == second["lost"] == [other.url]
+
+
+@pytest.mark.slow
+def test_two_ranks_sample_again_what_a_restarted_server_sampled(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path / "model")
+    with StubServer(read_model(folder)) as server:
+        server.restarts_after = {2}
+        run_module("tests.distributed.rollout_worker", [folder, tmp_path / "out", server.url], 2)
+        # Handed over at the beginning, after the restart, and before the end.
+        assert len(server.bodies("/collective_rpc")) == 3
+    first, second = (read_json(tmp_path / f"out-{rank}.json") for rank in range(2))
+    assert first["made"] == first["expected"]
+    assert second["made"] == first["made"]

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from drumline.checkpoint.load import check, load, newest
+from drumline.checkpoint.load import check, load_tensors, newest
 from tests.faults.live import gone, kill, wait_for
 from tests.forks import Forked
 from tests.harness import ENV, drumline, events, losses, same_tensors
@@ -40,7 +40,7 @@ def tensors(run: Path) -> dict[str, torch.Tensor]:
     named: dict[str, Any] = {}
     for name, stored in check(path, False, collective=False).tensors.items():
         named[name] = torch.empty(stored.shape)
-    load(path, named, collective=False)
+    load_tensors(path, named, collective=False)
     return named
 
 

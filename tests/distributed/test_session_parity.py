@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drumline.bench.verify import difference
-from drumline.checkpoint.load import check, load, newest
+from drumline.checkpoint.load import check, load_tensors, newest
 from tests.distributed.ranks import run_module
 from tests.distributed.session_worker import STEPS
 from tests.distributed.setups import case, same_evaluations
@@ -77,7 +77,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     for name, stored in check(path, False, collective=False).tensors.items():
         if "/model." in name:
             tensors[name] = torch.empty(stored.shape)
-    load(path, tensors, collective=False, allow_partial=True)
+    load_tensors(path, tensors, collective=False, allow_partial=True)
     return tensors
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.checkpoint.disks import Disks, Gatherer
-from drumline.checkpoint.load import load, read_state
+from drumline.checkpoint.load import load_tensors, read_state
 from drumline.checkpoint.manifest import step_of
 from drumline.checkpoint.ranks import RankGroup
 from drumline.checkpoint.remote import Store
@@ -55,7 +55,7 @@ def require_content(checkpoint: Path, step: int) -> None:
     """Load a checkpoint and require the tensors that are saved at `step`."""
     expected = content(step)
     tensors = blank(expected)
-    load(checkpoint, tensors)
+    load_tensors(checkpoint, tensors)
     assert differing(tensors, expected) == [], checkpoint
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from drumline.checkpoint.load import check, load, newest, read_state
+from drumline.checkpoint.load import check, load_tensors, newest, read_state
 from drumline.checkpoint.manifest import Manifest, hash_file, read_manifest, write_manifest
 from drumline.checkpoint.save import Checkpointer
 from drumline.errors import CheckpointError
@@ -242,7 +242,7 @@ def test_code_in_the_index_does_not_run(damaged: Path, tmp_path: Path, where: st
 
     require_refused(damaged, raw, NO_PLACE)
     with pytest.raises(CheckpointError, match=NO_PLACE):
-        load(damaged, blank(content(20)))
+        load_tensors(damaged, blank(content(20)))
     assert not mark.exists()
 
     pickle.loads(raw)  # noqa: S301 - that is the point
@@ -360,6 +360,6 @@ def test_code_in_a_shard_does_not_run(damaged: Path, tmp_path: Path) -> None:
     # It is consistent, so only the reading can refuse it.
     assert check(damaged, verify=True).step == 20
     with pytest.raises(CheckpointError):
-        load(damaged, blank(content(20)))
+        load_tensors(damaged, blank(content(20)))
     assert not mark.exists()
     assert read_state(damaged) == {"step": 20}

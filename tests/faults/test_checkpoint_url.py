@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from drumline.checkpoint import remote as remote_module
 from drumline.checkpoint.disks import fetch
-from drumline.checkpoint.load import check, load, newest_state
+from drumline.checkpoint.load import check, load_tensors, newest_state
 from drumline.checkpoint.manifest import MANIFEST
 from drumline.checkpoint.remote import (
     Store,
@@ -184,7 +184,7 @@ def test_large_files_go_in_parts_and_come_back(
     assert store.read(f"{CHECKPOINTS}/latest") == b"step-00000002\n"
 
     back = blank(tensors)
-    load(fetch(url, tmp_path / "fetched"), back)
+    load_tensors(fetch(url, tmp_path / "fetched"), back)
 
     assert differing(back, tensors) == []
 

@@ -119,9 +119,10 @@ def slow_rewards(folder: Path, model: Path, options: dict[str, Any]) -> Path:
     [
         {"minibatches": 2, "epochs": 2, "dynamic_sampling": 1},
         {"minibatches": 4, "ahead": 1},
+        {"minibatches": 2, "ahead": 3},
         {"minibatches": 4, **IN_TURNS},
     ],
-    ids=["one after another", "ahead", "in turns"],
+    ids=["one after another", "ahead", "far ahead", "in turns"],
 )
 def test_killed_in_a_rollout_then_resumed(
     model: Path, tmp_path: Path, options: dict[str, Any]
@@ -149,6 +150,19 @@ def test_distillation_killed_in_a_rollout_then_resumed(model: Path, tmp_path: Pa
     of_rollout = ("step", "reward", "drawn", "shares", "length", "from_rows")
     assert told(run, "rollout", of_rollout) == told(alone, "rollout", of_rollout)
     assert min(column(alone, "from_rows", "rollout")) > 0
+    require_same_weights(run, alone)
+
+
+@pytest.mark.full
+def test_online_dpo_killed_in_a_rollout_then_resumed(model: Path, tmp_path: Path) -> None:
+    """The reference is the policy without its adapter, also after the restart."""
+    options = {"kind": "online_dpo", "group_size": 4, "minibatches": 2, "dynamic_sampling": 1}
+    run, alone = kill_and_resume(slow_rewards(tmp_path, model, options), tmp_path)
+    of_step = ("step", "loss", "grad_norm", "tokens", "samples", "pairs", "margin", "kl")
+    assert told(run, "step", of_step) == told(alone, "step", of_step)
+    of_rollout = ("step", "reward", "drawn", "shares", "length", "groups_differ")
+    assert told(run, "rollout", of_rollout) == told(alone, "rollout", of_rollout)
+    assert max(column(alone, "pairs")) > 0
     require_same_weights(run, alone)
 
 

@@ -114,8 +114,15 @@ class RealServer:
         arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._post("/collective_rpc", arguments)
         self._post("/reset_prefix_cache", {})
+        # What a server calls its weights that was just started.
+        self._post("/update_weight_version", {"new_version": "default"})
         for name in self.adapters():
             self._post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def weight_version(self) -> str:
+        """Return the version of its weights, as the last hand-over has named it."""
+        answer = httpx2.get(f"{self.url}/weight_info", timeout=30).json()
+        return str(answer["weight_version"])
 
     def adapters(self) -> list[str]:
         """Return the names of the adapters that it has."""

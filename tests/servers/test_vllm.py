@@ -1,4 +1,5 @@
-"""A real vLLM 0.32 on the CPU: hand-overs of weights and of adapters, seeds, stop texts, a dead server."""
+"""A real vLLM 0.32 on the CPU: hand-overs of weights and of adapters, seeds, stop texts, a dead server,
+and the log-probs of a teacher."""
 
 from __future__ import annotations
 
@@ -9,9 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from drumline.algorithms.distill.spec import DistillConfig
 from drumline.config import rollouts as c
+from drumline.errors import EnvironmentFault
+from drumline.models.choices import top_choices
+from drumline.rl.build import RolloutFiles, build_generator
 from drumline.rl.generate import Completion, Request
+from drumline.rl.restarts import CheckedSampling
 from drumline.rl.sampler_check import NEW_TOKENS, PROMPTS, expected_rounding_gap
+from drumline.rl.teacher_servers import TaughtText, TeacherServers
 from drumline.rl.vllm import RemoteVLLM
 from tests.harness import column, drumline, start_drumline, write_config
 from tests.loopback import until
@@ -125,6 +132,26 @@ def test_a_server_samples_from_the_policy_after_it_got_all_weights(
     first_policy = read_model(server.model)
 
     assert mean_gap(first_policy, completions) > 2 * ROUNDING
+    assert server.weight_version().endswith("-1"), "of the second hand-over"
+
+
+def test_a_server_that_has_its_first_weights_again_gets_the_present_ones(
+    server: RealServer, tmp_path: Path
+) -> None:
+    learned = read_model(server.model)
+    with torch.no_grad():
+        for parameter in learned.parameters():
+            parameter.mul_(1.1)
+    config = c.VLLMGenerator(url=server.url, max_new_tokens=12)
+    files = RolloutFiles(run_dir=tmp_path)
+    made, refresh = build_generator(config, tiny_tokenizer(), 7, None, lambda: None, files=files)
+    assert refresh is not None
+    refresh(learned.named_parameters(remove_duplicate=False))
+    # As after a restart that nobody has seen.
+    server.restore()
+    completions = CheckedSampling(made, REQUESTS, 5, restore_weights=refresh.restore).finish()
+
+    assert mean_gap(learned, completions) < ROUNDING
 
 
 LORA = {"kind": "lora", "r": 8, "alpha": 32}
@@ -235,4 +262,61 @@ def test_a_server_that_is_killed_in_a_rollout_is_one_line(
     assert len(errors) == 1, err
     assert second_failure in errors[0]
     assert "start it with `vllm serve MODEL`" in errors[0]
+    assert f"POST {server.url}/v1/completions" in errors[0], "why there was a second attempt"
     assert "Traceback" not in err
+
+
+@torch.no_grad()
+def expected_choices(model: Any, texts: list[TaughtText], top_k: int) -> Any:
+    """Return what a model of transformers says at all positions of texts, as packed choices."""
+    rows = []
+
+    for text in texts:
+        logits_TV = model(torch.tensor([text.tokens])).logits[0]
+        choices = top_choices(logits_TV[:-1], top_k, model.config.vocab_size)
+        ids_MK = choices.ids_MK.float()
+        rows.append(torch.cat((ids_MK, choices.log_probs_ML), 1))
+
+    return torch.cat(rows).numpy()
+
+
+def test_a_server_gives_a_teacher_s_log_probs(server: RealServer) -> None:
+    """They are those of the model, and what a server does not give is found before the run."""
+    top_k = 8
+    teacher = {
+        "kind": "server",
+        "url": server.url,
+        "model": "base",
+    }
+    teaching = DistillConfig.model_validate({"teacher": teacher, "top_k": top_k})
+    served = teaching.served_teacher
+
+    assert served is not None
+
+    model = read_model(server.model)
+    tokenizer = tiny_tokenizer()
+    vocabulary = model.config.vocab_size
+    texts = []
+
+    for request in REQUESTS:
+        positions = list(range(1, len(request.tokens)))
+        if positions:
+            texts.append(TaughtText(request.tokens, positions))
+
+    servers = TeacherServers(served, top_k, tokenizer, vocabulary)
+    packed = servers.ask(texts)
+    wanted = expected_choices(model, texts, top_k)
+
+    log_probs = packed[:, top_k:]
+    wanted_log_probs = wanted[:, top_k:]
+
+    assert log_probs == pytest.approx(wanted_log_probs, abs=ROUNDING)
+
+    # Two tokens that are nearly as likely may be the other way round.
+    is_same = packed[:, :top_k] == wanted[:, :top_k]
+
+    assert is_same.mean() > 0.95
+
+    # More than vLLM's default of --max-logprobs.
+    with pytest.raises(EnvironmentFault, match="--max-logprobs 32, or lower"):
+        TeacherServers(served, 32, tokenizer, vocabulary)

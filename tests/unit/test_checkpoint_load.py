@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.checkpoint.load import check, load, named_state, newest, read_pointer, read_state
+from drumline.checkpoint.load import (
+    check,
+    load_tensors,
+    named_state,
+    newest,
+    read_pointer,
+    read_state,
+)
 from drumline.checkpoint.save import Checkpointer
 from drumline.errors import CheckpointError
 from tests.checkpoint_ranks import blank, content, differing
@@ -28,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 def refused(path: Path, tensors: dict[str, torch.Tensor]) -> str:
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     with pytest.raises(CheckpointError) as caught:
-        load(path, tensors)
+        load_tensors(path, tensors)
     assert differing(before, tensors) == [], "nothing may be read before all is known to fit"
     line = str(caught.value)
     assert "\n" not in line and str(path) in line
@@ -65,7 +72,7 @@ def test_a_section_alone_may_be_loaded(path: Path) -> None:
     tensors = {
         name: tensor for name, tensor in blank(content(7)).items() if name.startswith("model.")
     }
-    load(path, tensors)
+    load_tensors(path, tensors)
     assert differing(tensors, {name: content(7)[name] for name in tensors}) == []
 
 
@@ -108,7 +115,7 @@ def test_pickle_checkpoints_are_refused_unread(tmp_path: Path, name: str) -> Non
     (tmp_path / name).write_bytes(pickle.dumps({"w": 1}))
     for path in (tmp_path, tmp_path / name):
         with pytest.raises(CheckpointError, match="a pickle checkpoint — convert it first"):
-            load(path, {"model.w": torch.zeros(1)})
+            load_tensors(path, {"model.w": torch.zeros(1)})
 
 
 def test_a_pointer_leads_nowhere_outside(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from drumline.checkpoint.load import (
     WEIGHTS_ONLY,
     check,
-    load,
+    load_tensors,
     named_state,
     newest,
     read_pointer,
@@ -56,7 +56,7 @@ def save(
 
 def stored(path: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     tensors = blank(like)
-    load(path, tensors)
+    load_tensors(path, tensors)
     return tensors
 
 
@@ -126,7 +126,7 @@ def test_tensors_with_strides_and_gradients_are_stored_by_value(tmp_path: Path) 
     assert result.path
 
     fresh = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
-    load(result.path, fresh)
+    load_tensors(result.path, fresh)
     for name, tensor in tensors.items():
         assert torch.equal(fresh[name], tensor)
 

@@ -256,6 +256,47 @@ def test_an_episode_is_cut(
     assert episode.sampled[-1], "nothing of the environment stands at the end"
 
 
+class Scoring(Scripted):
+    """Gives its reward only at the end: environments of verifiers."""
+
+    score = Reply(reward=0.25, done=True)
+
+    def finish(self, seeds: dict[int, int]) -> dict[int, Reply]:
+        assert seeds == self.seeds[-1], "those of the last step"
+        return dict.fromkeys(seeds, self.score)
+
+
+MORE = Reply(GO_ON.messages)
+
+
+@pytest.mark.parametrize(
+    ("ended", "options", "turns"),
+    [(True, {}, 3), (False, {}, 1), (True, {"max_tokens": 20}, 1)],
+    ids=["turns", "cut", "room"],
+)
+def test_a_cut_episode_is_scored_at_its_end(
+    ended: bool, options: dict[str, Any], turns: int
+) -> None:
+    environments = Scoring([MORE] * 3)
+    answers = Answers(["one<|im_end|>"] * 3, ended)
+    first, second = play(answers, environments, 2, scores_at_end=True, **options)
+    for episode in (first, second):
+        assert not episode.ended
+        assert (len(episode.turns), episode.reward, episode.failure) == (turns, 0.25, None)
+    environments = Scoring([MORE] * 3)
+    environments.score = Reply(failure="raised ValueError")
+    (failed,) = play(
+        Answers(["one<|im_end|>"] * 3, ended), environments, scores_at_end=True, **options
+    )
+    assert (failed.failure, failed.reward) == ("raised ValueError", None)
+
+
+def test_an_episode_that_the_environment_ends_is_scored_once() -> None:
+    done = Reply(reward=1.0, done=True)
+    (episode,) = play(Answers(["one<|im_end|>"]), Scripted([done]), scores_at_end=True)
+    assert (episode.ended, episode.reward) == (True, 1.0)
+
+
 @pytest.mark.parametrize(
     ("environments", "failure"),
     [
@@ -377,9 +418,9 @@ def test_targets_are_the_sampled_tokens() -> None:
     batch = collate_episodes(episodes, [0, 1], 0, None)
     assert batch.targets_BT[0].tolist() == [IGNORE, 1, IGNORE, IGNORE, 4, IGNORE]
     trained_N = torch.ones(2, dtype=torch.bool)
-    by_sequence = episodes.weighted("sequence", 1, trained_N)
+    by_sequence = episodes.add_loss_weights("sequence", 1, trained_N)
     assert by_sequence.weights_NM[0].tolist() == [0.5, 0, 0, 0.5]
-    assert episodes.weighted("token", 1, trained_N).weight_N.tolist() == [2, 1]
+    assert episodes.add_loss_weights("token", 1, trained_N).weight_N.tolist() == [2, 1]
 
 
 def test_advantages_pass_over_the_environment_s_tokens() -> None:
@@ -427,12 +468,23 @@ def test_keys_of_an_environment() -> None:
     environment = {"kind": "class", "path": "a.py:A", "max_tokens": 100, "turns": 3}
     made = algorithm(environment=environment)
     assert [reward.kind for reward in made.rewards] == ["environment"]
+    for packaged in (
+        {"kind": "verifiers", "id": "guess"},
+        {"kind": "openenv", "url": "http://a:1", "action": "text", "observation": "text"},
+    ):
+        rewarded = algorithm(environment={**packaged, "max_tokens": 100})
+        assert [reward.kind for reward in rewarded.rewards] == ["environment"]
     assert (made.new_tokens, made.turns, algorithm().turns) == (100, 3, 1)
     tools = {"kind": "tools", "functions": ["a.py:f"], "max_tokens": 100}
     assert [reward.kind for reward in algorithm(environment=tools).rewards] == ["task"]
     for options, line in (
         ({"environment": {**environment, "max_tokens": 8}}, "has no room for a turn of"),
         ({"environment": tools, "rewards": [{"kind": "environment"}]}, "kind: class"),
+        ({"environment": {**packaged, "max_tokens": 100, "url": "a:1"}}, "begins with http"),
+        (
+            {"environment": {**packaged, "max_tokens": 100, "columns": ["seed"]}},
+            "a seed of its own",
+        ),
         ({"environment": environment, "ahead": 1}, "all ranks meet after each turn"),
     ):
         with pytest.raises(ConfigError, match=line):

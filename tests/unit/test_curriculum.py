@@ -78,7 +78,7 @@ def test_goes_on_from_its_state() -> None:
     state = json.dumps(made.state())
 
     other = curriculum("success")
-    other.load(json.loads(state))
+    other.load_state(json.loads(state))
 
     for _ in range(9):
         assert made.draw(4) == other.draw(4)

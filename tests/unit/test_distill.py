@@ -32,7 +32,7 @@ from drumline.models.teaching import Comparison, TeacherStates
 from drumline.plan.plan import Plan
 from drumline.planner.cost.compute import scoring_flops
 from drumline.planner.cost.memory import memory
-from drumline.train import teachers
+from drumline.train import teacher_table
 from drumline.train.replan import planning_question
 from tests.harness import write_config
 from tests.plans import resolve_plan
@@ -220,10 +220,10 @@ def test_a_cache_that_cannot_be_written_is_refused_in_one_line(
     def refuse(root: Path) -> contextlib.AbstractContextManager[Path]:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(teachers, "temporary_folder", refuse)
+    monkeypatch.setattr(teacher_table, "temporary_folder", refuse)
     with (
         pytest.raises(EnvironmentFault, match="cannot be written: Permission denied") as refused,
-        teachers._table_folder(tmp_path / "teachers" / "key"),
+        teacher_table._table_folder(tmp_path / "teachers" / "key"),
     ):
         pass
     assert "set data.cache_dir" in refused.value.line()
@@ -232,11 +232,11 @@ def test_a_cache_that_cannot_be_written_is_refused_in_one_line(
 def test_a_cache_without_samples_has_a_table_without_rows(tmp_path: Path) -> None:
     folder = tmp_path / "table"
     folder.mkdir()
-    arrays = teachers.TableArrays.create(folder, tokens=0, choices=1)
+    arrays = teacher_table.TableArrays.create(folder, tokens=0, choices=1)
     arrays.ids.flush()
     arrays.log_probs.flush()
     empty: Any = SimpleNamespace(target_counts=np.zeros(0, np.int64))
-    table = teachers.ChoiceTable.open(folder, empty, top_k=4)
+    table = teacher_table.ChoiceTable.open(folder, empty, top_k=4)
     assert table is not None
     assert table.choices_of([-1], "cpu").ids_MK.shape == (0, 1)
 
@@ -244,11 +244,11 @@ def test_a_cache_without_samples_has_a_table_without_rows(tmp_path: Path) -> Non
 def test_what_is_no_number_is_kept_in_no_table() -> None:
     """fp16 overflows in models that were trained in bf16. Later runs would find the table."""
     packed = np.zeros((3, 5), np.float32)
-    teachers._require_finite(packed)
-    teachers._require_finite(packed[:0])
+    teacher_table._require_finite(packed)
+    teacher_table._require_finite(packed[:0])
     packed[1, 4] = np.nan
     with pytest.raises(ModelError, match="NaN or infinite") as refused:
-        teachers._require_finite(packed)
+        teacher_table._require_finite(packed)
     assert "algorithm.teacher" in refused.value.line()
 
 
@@ -329,6 +329,31 @@ def test_a_teacher_is_planned(tmp_path: Path) -> None:
     assert freed.phases["teacher"] == student + max(teacher, optimizer)
     assert scoring_flops(live, facts) > 0
     assert scoring_flops(before, facts) == 0
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("fsdp2", 2)])
+def test_what_a_teacher_says_of_all_micro_batches_is_counted(
+    tmp_path: Path, strategy: str, ranks: int
+) -> None:
+    """Hidden states of 32 numbers a token, or the ids and log-probs of 8 tokens and the rest.
+
+    FSDP2 frees a gathered head after the forward, so a copy of it is kept.
+    """
+    bytes_of_phase = {}
+    for top_k in (0, 8):
+        planned(tmp_path / str(top_k), "live", top_k)
+        overrides = [f"strategy={strategy}", f"algorithm.top_k={top_k}"]
+        path = tmp_path / str(top_k) / "config.yaml"
+        plan = resolve_plan(path, *overrides, world_size=ranks)
+        facts = planning_question(plan).facts
+        bytes_of_phase[top_k] = memory(plan, facts, cluster()).phases["clip"]
+    batch = plan.batch
+    tokens = batch.micro_batch * batch.accumulation * plan.config.data.max_length
+    assert tokens == 4 * 96 / ranks
+    states = FP32_BYTES * 32
+    choices = 8 * 8 + FP32_BYTES * 9
+    head = FP32_BYTES * 320 * 32 if strategy == "fsdp2" else 0
+    assert bytes_of_phase[0] - bytes_of_phase[8] == tokens * (states - choices) + head
 
 
 @pytest.mark.parametrize(("log_probs", "top_k"), [("live", 0), ("precomputed", 8)])

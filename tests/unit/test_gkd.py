@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,9 +15,11 @@ import torch
 
 from drumline.algorithms.gkd.objective import OnPolicyDistillation
 from drumline.algorithms.gkd.spec import GKDConfig
+from drumline.config.algorithm import SamplingSpec
 from drumline.config.data import DataConfig
 from drumline.config.load import load_text
 from drumline.data.batches import Episodes
+from drumline.data.cache import TokenCache
 from drumline.data.encode import AnsweredPromptEncoder
 from drumline.data.sources import Row
 from drumline.data.taught import collate_taught_episodes
@@ -26,15 +29,18 @@ from drumline.plan.plan import Plan
 from drumline.planner.cost.compute import scoring_flops
 from drumline.planner.cost.memory import memory
 from drumline.planner.cost.times import rollout_seconds
+from drumline.report.facts import curve_values
 from drumline.rl.conversations import Conversation
 from drumline.rl.rewards import EpisodeText, Rewards
 from drumline.rl.rollouts import (
     Rollouts,
+    RowCompletion,
     Sample,
     ScoredSamples,
     _row_sample,
     _samples_to_episodes,
 )
+from drumline.telemetry.events import EventLog
 from drumline.train.replan import planning_question
 from tests.harness import write_config
 from tests.plans import resolve_plan
@@ -59,7 +65,7 @@ def spec(**options: Any) -> GKDConfig:
 def episodes() -> Episodes:
     prompts = [np.array(tokens) for tokens in PROMPTS]
     completions = [np.array(tokens) for tokens in COMPLETIONS]
-    made: Episodes = spec().credited(
+    made: Episodes = spec().assign_credit(
         Episodes.start(prompts, completions, sampled=SAMPLED), torch.zeros(3), None
     )
     return made
@@ -226,7 +232,7 @@ def test_a_row_s_own_completion_is_learned_as_fine_tuning_learns_it() -> None:
     second = _row_sample(cache, 1)
     assert decode(samples[1].segments[0].tokens).count("<|im_start|>assistant\n") == 2
     made = _samples_to_episodes(cache, [first, second])
-    made = spec().credited(made, torch.zeros(2), None)
+    made = spec().assign_credit(made, torch.zeros(2), None)
     targets = [sample.segments[1].target_count for sample in samples]
     assert made.weight_N.tolist() == targets
     tokens = torch.tensor([*second.completion.tokens])
@@ -254,6 +260,27 @@ def planned(folder: Path, root: Path, **algorithm: Any) -> Plan:
         root, folder / "model", algorithm=options, strategy={"kind": "single"}, launch={"nproc": 1}
     )
     return resolve_plan(path, world_size=1)
+
+
+def test_held_out_rows_need_no_completions(folder: Path, tmp_path: Path) -> None:
+    """The model completes all of them, whatever the share of the training prompts is."""
+    algorithm = {
+        "kind": "gkd",
+        "teacher": {"id": str(folder / "teacher")},
+        "generator": {"kind": "hf", "max_new_tokens": 8},
+        "on_policy_share": 0.5,
+    }
+    path = write_config(tmp_path, folder / "model", algorithm=algorithm)
+    prompts = [{"prompt": f"what is {number}"} for number in range(5)]
+    lines = [json.dumps(prompt) for prompt in prompts]
+    (tmp_path / "eval.jsonl").write_text("\n".join(lines))
+    data = resolve_plan(path, world_size=1).data
+    assert data is not None
+    (held_out,) = [TokenCache.open(Path(cache)) for cache in data.eval_caches.values()]
+    train = TokenCache.open(Path(data.train_cache))
+    assert len(held_out) == 5
+    assert len(held_out.segments(0)) == 1
+    assert len(train.segments(0)) == 2
 
 
 def test_the_teacher_is_planned_and_counted_once(folder: Path, tmp_path: Path) -> None:
@@ -308,7 +335,40 @@ def test_without_rewards_none_are_given_and_nothing_is_said_of_them() -> None:
     text = told(START, {**ROLLOUT, "rewards": {}, "failures": {}, "from_rows": 4})[1]
     assert "rollout for steps up to 3: length 3.0" in text
     assert "completions of rows 4" in text
-    assert "reward" not in text.partition("seconds")[0]
+    assert "reward" not in text
+
+
+def test_a_rollout_of_rows_alone_has_an_event_and_a_line(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    nothing = {field.name: None for field in fields(Rollouts)}
+    values: dict[str, Any] = {**nothing, "algorithm": spec(on_policy_share=0.5)}
+    run = Rollouts(**{**values, "emit": log.emit, "lost_servers": dict})
+    completion = RowCompletion([5, 6], [0.0, 0.0], True, learned=[True, True])
+    row_sample = Sample(0, [1], completion, "", float("nan"), applies=False)
+    sampled = ScoredSamples([], {}, {}, row_samples=(row_sample,) * 4)
+    run._report(3, sampled, 4, {})
+
+    # Without episodes there are none to show.
+    (written,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+
+    assert written["kind"] == "rollout"
+    assert [written[key] for key in ("episodes", "prompts", "drawn", "from_rows")] == [0, 0, 4, 4]
+    assert [written[key] for key in ("reward", "length", "length_max", "ended")] == [None] * 4
+
+    line = told(START, written)[1]
+
+    assert "rollout for steps up to 3: completions of rows 4 · seconds generate 0.0" in line
+    assert curve_values(written) == {}
+
+
+def test_a_plug_in_may_define_how_credit_is_assigned_by_the_former_name() -> None:
+    class Plugged(SamplingSpec):
+        def credited(self, *given: Any) -> Any:
+            return given
+
+    old = Plugged.model_construct()
+
+    assert old.assign_credit("episodes", "rewards", "cost") == ("episodes", "rewards", "cost")
 
 
 def rollout_of(tokens: list[int]) -> ScoredSamples:

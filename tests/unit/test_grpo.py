@@ -53,7 +53,7 @@ def episodes(normalize: Any) -> Episodes:
         object.__setattr__(rollout, field, value * rollout.mask_NM)
 
     is_trained_N = torch.ones(len(rollout), dtype=torch.bool)
-    return rollout.weighted(normalize, TRL["max_completion"], is_trained_N)
+    return rollout.add_loss_weights(normalize, TRL["max_completion"], is_trained_N)
 
 
 def made(beta: float = 0.0, **named: Any) -> GRPO:
@@ -202,7 +202,7 @@ def test_an_episode_that_does_not_count_changes_nothing() -> None:
     """One whose reward failed."""
     rollout = episodes("sequence")
     is_trained_N = torch.tensor([True, True, False, True, True, True])
-    without = rollout.weighted("sequence", 8, is_trained_N)
+    without = rollout.add_loss_weights("sequence", 8, is_trained_N)
     found = loss_and_gradient(made(), without, WHOLE)
     expected = loss_and_gradient(made(), rollout, [[0, 1, 3], [4, 5]])
 
@@ -214,7 +214,7 @@ def test_an_episode_without_a_token_changes_nothing() -> None:
     prompt = np.zeros(2, np.int64)
     completion = np.zeros(0, np.int64)
     rollout = Episodes.start([prompt], [completion])
-    empty = rollout.weighted("sequence", 8, torch.ones(1, dtype=torch.bool))
+    empty = rollout.add_loss_weights("sequence", 8, torch.ones(1, dtype=torch.bool))
     batch = collate_episodes(
         empty,
         [0],

@@ -217,7 +217,7 @@ def test_a_truncated_completion_counts_in_no_mean(masked: bool) -> None:
     tokens = [np.ones(2, np.int64)] * 2
     episodes = Episodes.start(tokens, tokens, ended=[True, False])
 
-    made = grpo.credited(episodes, torch.tensor([1.0, 0.0]), torch.zeros(2, 2))
+    made = grpo.assign_credit(episodes, torch.tensor([1.0, 0.0]), torch.zeros(2, 2))
 
     assert made.weight_N.tolist() == [1.0, float(not masked)]
     assert bool(made.weights_NM[1].any()) is not masked

@@ -27,9 +27,9 @@ from drumline.launch.postmortem import (
 )
 from drumline.plan.plan import Plan
 from drumline.system.signals import LauncherSignals
-from drumline.telemetry.events import Eval, EventLog, Restore, Save, read
+from drumline.telemetry.events import Eval, EventLog, Restore, Save, Step, read
 from tests.faults.test_launch import toy
-from tests.unit.report_runs import start
+from tests.unit.report_runs import start, story
 
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
 
@@ -403,3 +403,38 @@ def test_a_restart_goes_on_from_where_the_run_was_to_begin(tmp_path: Path) -> No
     assert ranks.logs == ["attempt-0", "attempt-1"], (
         "also where the first has left no folder, or it is seen late"
     )
+
+
+class FailsAndCannotStartAgain:
+    """Ranks whose first attempt fails, and whose second ends with the mistake that this leads to."""
+
+    def __init__(self, events_path: Path, steps_of_second: int) -> None:
+        self.events_path = events_path
+        self.steps_of_second = steps_of_second
+        self.attempts = 0
+
+    def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
+        self.attempts += 1
+        if self.attempts == 1:
+            return [ended(0, 1, error=raised("POST http://a/v1/completions: reset", 1.0))]
+        for _ in range(self.steps_of_second):
+            EventLog(self.events_path).emit(next(e for e in story(5) if isinstance(e, Step)))
+        return [ended(0, 2, error=raised("GET http://a/health: refused — start it", 2.0, code=2))]
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_the_mistake_of_a_restart_names_the_failure_before_it(
+    tmp_path: Path, steps: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_path = toy(tmp_path, "", max_restarts=1)
+    ranks = FailsAndCannotStartAgain(tmp_path / "events.jsonl", steps)
+
+    assert launch(Plan.load(plan_path), plan_path, None, lambda event: None, ranks=ranks) == 2
+
+    last = capsys.readouterr().err.splitlines()[-1]
+
+    assert last.startswith("error: GET http://a/health: refused — start it")
+    assert ("rank 0 failed after step 0: POST http://a/v1/completions: reset" in last) == (
+        not steps
+    )
+    assert ("--resume" in last) == (not steps)

@@ -305,7 +305,7 @@ def test_the_loss_scale_grows_and_shrinks_without_the_host() -> None:
     yes = torch.tensor(True)
     no = torch.tensor(False)
     scale = LossScale(8.0, enabled=True, device="cpu")
-    scale.load({"scale": 8.0, "good_steps": GROWTH_INTERVAL - 1})
+    scale.load_state({"scale": 8.0, "good_steps": GROWTH_INTERVAL - 1})
     scale.update(is_stepped=no, is_overflow=no)
 
     assert scale.state() == {"scale": 8.0, "good_steps": GROWTH_INTERVAL - 1}

@@ -615,6 +615,26 @@ def test_host_memory() -> None:
     assert native.save - at_once.save == pytest.approx(12 * FACTS.parameters, rel=1e-3)
 
 
+def test_weights_that_wait_for_a_sampler_are_in_host_memory() -> None:
+    def host(ahead: int, **generator: Any) -> HostMemory:
+        algorithm = {"kind": "grpo", "group_size": 4, "ahead": ahead, "generator": generator}
+        return host_memory_of("fsdp2", algorithm=algorithm, precision="bf16")
+
+    ranks = min(8, CLUSTER.per_node)
+    now = host(1, kind="hf")
+
+    assert host(0, kind="hf").train == now.train
+
+    far = host(4, kind="hf")
+
+    assert far.train - now.train == ranks * 3 * 2 * FACTS.parameters
+    assert far.save - now.save == ranks * 3 * 2 * FACTS.parameters
+    assert far.load == now.load
+    # Those for a server are files.
+    server = {"kind": "vllm", "url": "http://a"}
+    assert host(4, **server).train == host(1, **server).train
+
+
 @pytest.mark.parametrize(("asynchronous", "beside"), [(True, 2**30), (False, 0)])
 def test_on_cpus_a_background_save_stands_beside_a_step(asynchronous: bool, beside: int) -> None:
     how = layout("ddp", 2, checkpoint={"asynchronous": asynchronous})

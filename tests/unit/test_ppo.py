@@ -112,7 +112,7 @@ def rollout() -> Episodes:
         returns_NM=numbers(5, 6, seed=4) * MASK_NM,
     )
     counts_N = torch.ones(5, dtype=torch.bool)
-    return filled.weighted("token", 1, counts_N)
+    return filled.add_loss_weights("token", 1, counts_N)
 
 
 def policy_loss(

@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from drumline.data.batches import Episodes, TokenIds
-from drumline.rl.reading import EpisodeReader, last_scores
+from drumline.rl.reading import EpisodeReader, last_scores, rows_of_samples
 
 
 def ones(length: int) -> TokenIds:
@@ -43,7 +43,8 @@ def assign(
 
     completions = [ones(1 + index % 5) for index in range(len(prompts))]
     episodes = Episodes.start(prompts, completions)
-    plan: Any = SimpleNamespace(mesh=SimpleNamespace(data_ranks=ranks))
+    mesh = SimpleNamespace(data_ranks=ranks)
+    plan: Any = SimpleNamespace(mesh=mesh, batch=SimpleNamespace(rows_per_sample=1))
     accumulation = len(picks) // ranks // micro_batch
     assigned: list[list[int]] = []
     total = 0
@@ -52,7 +53,7 @@ def assign(
         cut = (episodes, picks, accumulation, micro_batch)
         _, tokens = reader.micro_batches(*cut)
         total += tokens
-        own, _ = reader._assign(*cut)
+        own, _ = reader._assign(episodes, rows_of_samples(episodes, 1), *cut[1:])
         assigned += own
 
     assert total == episodes.lengths[without_fillers(picks)].sum()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from drumline.config.rollouts import Reward, RewardFailureConfig
+from drumline.config.rollouts import HFGenerator, Reward, RewardFailureConfig
 from drumline.data.encode import OWN_COLUMNS
 from drumline.errors import TrainingStopped
 from drumline.rl.generate import Completion
@@ -69,7 +69,7 @@ def evaluate_by(
     rollouts.decode = str
     rollouts.readers = SimpleNamespace(rewards=model_rewards)  # type: ignore[assignment]
     rollouts.algorithm = SimpleNamespace(  # type: ignore[assignment]
-        missing_stop_penalty=0.0, rewards=["one"]
+        missing_stop_penalty=0.0, rewards=["one"], generator=HFGenerator()
     )
     rollouts.rewards = rewards
     return rollouts.evaluate(3)

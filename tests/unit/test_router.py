@@ -237,7 +237,7 @@ def test_the_tokens_of_pairs_and_episodes_weigh_what_their_losses_do() -> None:
     completions = [np.ones(4, np.int64), np.ones(2, np.int64)]
     episodes = Episodes.start([prompt, prompt], completions)
     counts_N = torch.ones(2, dtype=torch.bool)
-    weighted = episodes.weighted("sequence", 4, counts_N)
+    weighted = episodes.add_loss_weights("sequence", 4, counts_N)
     batch = collate_episodes(weighted, [0, 1], 0, 8)
     assert batch.token_weights().sum(1).tolist() == [1, 1]
     assert batch.lengths_B.tolist() == [6, 4]

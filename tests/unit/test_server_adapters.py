@@ -167,7 +167,7 @@ def test_adapters_that_vllm_does_not_load_are_refused_before_any_process() -> No
     with pytest.raises(PlanError, match=r"no adapter to hand over — use adapter=lora, or algo"):
         check("none")
 
-    with pytest.raises(ValueError, match="weights and folder are of a server: set url"):
+    with pytest.raises(ValueError, match="weights is of servers: set url, or take it out"):
         check("lora", url=None)
 
     with pytest.raises(PlanError, match="the servers have no base model that the adapter fits"):
@@ -203,6 +203,11 @@ def test_the_run_hands_over_what_its_engine_has(server: StubServer, tmp_path: Pa
     names = load_file(written / "adapter_model.safetensors")
 
     assert {name.split(".")[-2] for name in names} == {"lora_A", "lora_B"}
+
+    # Between two turns of a conversation the only server is restarted, and does not know the adapter.
+    server.restart()
+
+    assert_same(generate.sample_again(REQUESTS, 3, False), sample_here(policy, 3))
 
 
 @pytest.mark.full

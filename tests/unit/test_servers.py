@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -14,6 +14,8 @@ from drumline.config.load import load_text
 from drumline.data.batches import Episodes
 from drumline.errors import DrumlineError, EnvironmentFault, TrainingStopped
 from drumline.rl.build import lost_servers, probe_generators
+from drumline.rl.generate import Request
+from drumline.rl.restarts import CheckedSampling
 from drumline.rl.sampler_check import SamplerCheck, probe_prompts
 from drumline.rl.servers import Server, ServerPool
 from drumline.rl.vllm import RemoteVLLM
@@ -32,7 +34,7 @@ from tests.unit.test_vllm import (
     make_generator,
     sample_here,
 )
-from tests.vllm_stub import StubServer
+from tests.vllm_stub import HAND_OVER, StubServer
 
 
 @pytest.fixture
@@ -245,7 +247,7 @@ def test_a_server_that_is_back_gets_the_weights_and_then_requests(
     roll_out(3)
 
     assert lost_servers(made) == {}
-    assert paths(first)[:3] == ["/collective_rpc", "/reset_prefix_cache", "/v1/completions"]
+    assert paths(first)[:4] == [*HAND_OVER, "/v1/completions"]
 
     # It was restarted without the option that lets it load weights: it stays out.
     second.is_dead = True
@@ -279,6 +281,118 @@ def test_servers_that_keep_their_weights_get_requests_as_soon_as_they_are_back(
 
     assert_same(made.generate(REQUESTS, 2), sample_here(read_model(model), 2))
     assert lost_servers(made) == {}
+
+
+class LearnedServers(NamedTuple):
+    """Servers that have learned weights."""
+
+    generator: Any
+    # A model with these weights.
+    learned: Any
+    # See `Refresh.restore`.
+    restore_weights: Callable[[], list[str]]
+
+    def sample(
+        self, requests: list[Request], step: int = 3, in_background: bool = False
+    ) -> CheckedSampling:
+        return CheckedSampling(self.generator, requests, step, in_background, self.restore_weights)
+
+
+def hand_over_to(
+    servers: list[StubServer], model: Path, folder: Path, **options: Any
+) -> LearnedServers:
+    """Return a generator whose servers have learned weights, and a model with these weights."""
+    learned = read_model(model)
+    change_weights(learned, 0)
+    made, refresh = make_generator(config_of(servers, **options), run_dir=folder)
+    refresh(learned.named_parameters(remove_duplicate=False))
+    return LearnedServers(made, learned, refresh.restore)
+
+
+@pytest.mark.slow
+@pytest.mark.claim("a server that is restarted unseen samples from the policy again")
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("restarts", [{0}, {2}, {0, 7}], ids=["before", "during", "twice"])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_what_a_server_sampled_after_an_unseen_restart_is_sampled_again(
+    servers: list[StubServer],
+    model: Path,
+    tmp_path: Path,
+    number: int,
+    restarts: set[int],
+    in_background: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = hand_over_to(servers[:number], model, tmp_path)
+    first = servers[0]
+    first.restarts_after = restarts
+
+    sampling = made.sample(REQUESTS, in_background=in_background)
+
+    assert_same(sampling.finish(), sample_here(made.learned, 3))
+    assert sampling.finish() is sampling.finish()
+    assert lost_servers(made.generator) == {}
+    assert f"{first.url} has other weights than it was handed" in caplog.text
+    assert first.loads > 1
+
+    # Nothing is handed over to one that has the weights.
+    loads = first.loads
+
+    assert made.restore_weights() == []
+    assert first.loads == loads
+
+
+def test_a_server_with_the_weights_of_another_run_gets_ours_again(
+    servers: list[StubServer], model: Path, tmp_path: Path
+) -> None:
+    made = hand_over_to(servers, model, tmp_path / "one")
+    hand_over_to(servers[1:], model, tmp_path / "other")
+
+    assert made.restore_weights() == [servers[1].url]
+    assert made.restore_weights() == []
+
+
+def test_a_restarted_server_that_loads_no_weights_is_lost(
+    servers: list[StubServer], model: Path, tmp_path: Path
+) -> None:
+    made = hand_over_to(servers, model, tmp_path)
+    servers[0].restart()
+    servers[0].break_with = {"/collective_rpc": 404}
+
+    assert_same(made.sample(REQUESTS).finish(), sample_here(made.learned, 3))
+    assert "answered 404" in lost_servers(made.generator)[servers[0].url]
+
+    servers[1].restart()
+    servers[1].break_with = {"/collective_rpc": 404}
+
+    with pytest.raises(DrumlineError, match=rf"{servers[1].url}/collective_rpc was answered 404"):
+        made.sample(REQUESTS).finish()
+
+
+def test_a_server_that_loses_its_weights_again_and_again_is_one_line(
+    servers: list[StubServer], model: Path, tmp_path: Path
+) -> None:
+    made = hand_over_to(servers[:1], model, tmp_path)
+    servers[0].restarts_after = range(100)
+
+    with pytest.raises(DrumlineError, match="3 times in a row — give this run servers of its own"):
+        made.sample(REQUESTS[:1]).finish()
+
+
+def test_a_server_that_tells_no_version_is_named_once(
+    servers: list[StubServer], model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    servers[0].tells_version = False
+    servers[0].break_with = {"/update_weight_version": 422}
+    made = hand_over_to(servers, model, tmp_path)
+
+    assert caplog.text.count("does not tell which weights it has") == 1
+    assert servers[0].url in caplog.text
+
+    servers[0].restart()
+    servers[1].restart()
+
+    assert made.restore_weights() == [servers[1].url]
 
 
 def test_all_servers_must_be_there_at_the_start(
@@ -385,10 +499,10 @@ def test_a_run_goes_on_with_the_same_numbers_when_a_server_dies(tmp_path: Path) 
     model = tiny_model_dir(tmp_path / "model")
 
     def train(name: str, servers: list[StubServer]) -> Path:
-        urls = [server.url for server in servers]
         folder = tmp_path / name
         folder.mkdir()
-        finished = drumline("train", write_served_run(folder, model, urls))
+        config = write_served_run(folder, model, [server.url for server in servers])
+        finished = drumline("train", config)
         assert finished.code == 0, finished.out + finished.err
         return folder / "run"
 
@@ -403,3 +517,29 @@ def test_a_run_goes_on_with_the_same_numbers_when_a_server_dies(tmp_path: Path) 
     assert column(both, "loss") == pytest.approx(column(alone, "loss"), abs=1e-6)
     assert list(column(both, "lost_servers", "rollout")[-1]) == [other.url]
     assert column(alone, "lost_servers", "rollout") == [{}, {}, {}]
+
+
+@pytest.mark.slow
+@pytest.mark.claim(
+    "the last line of a run whose only server died names the server and its last words"
+)
+def test_a_run_whose_only_server_dies_says_so_in_its_last_line(tmp_path: Path) -> None:
+    model = tiny_model_dir(tmp_path / "model")
+
+    with StubServer(read_model(model)) as server:
+        # The probe has 8 prompts, and a rollout 8 episodes.
+        server.dies_after = 8 + 8 + 8 + 2
+        config = write_served_run(tmp_path, model, server.url, launch={"max_restarts": 1})
+        finished = drumline("train", config)
+
+    assert finished.code == 2, finished.out + finished.err
+
+    (last,) = finished.error_lines
+
+    assert last.startswith(f"error: algorithm.generator.url: GET {server.url}/health: ")
+    assert "start it with `vllm serve MODEL`" in last
+    assert (
+        f"before it, rank 0 failed after step 1: algorithm.generator.url: POST {server.url}" in last
+    )
+    assert last.endswith("go on with --resume")
+    assert "Traceback" not in last

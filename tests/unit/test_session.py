@@ -349,7 +349,9 @@ def test_names_of_an_evaluation_are_compared_also_if_they_are_known(
             return loss_of(model, batch)
 
         s.evaluate(ROWS, collate, measure)
-        monkeypatch.setattr(reduce, "from_all", lambda names: [names, (*names, "accuracy")])
+        monkeypatch.setattr(
+            reduce, "gather_from_ranks", lambda names: [names, (*names, "accuracy")]
+        )
         with pytest.raises(UserError, match="rank 1 loss, weight, accuracy"):
             s.evaluate(ROWS, collate, measure)
 

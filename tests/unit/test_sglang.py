@@ -15,6 +15,7 @@ from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
 from drumline.rl.build import greedy_generator, lost_servers
 from drumline.rl.generate import request_seed
+from drumline.rl.restarts import CheckedSampling
 from drumline.rl.servers import require_addresses
 from drumline.rl.sglang import RemoteSGLang
 from tests.plans import small_config
@@ -94,6 +95,13 @@ def test_new_weights_and_lost_servers_are_as_with_vllm(model: Path, tmp_path: Pa
         roll_out(2)
 
         assert lost_servers(made) == {}
+
+        # So quickly that no request fails.
+        second.restart()
+        sampled = CheckedSampling(made, REQUESTS, 3, restore_weights=refresh.restore).finish()
+
+        assert_same(sampled, sample_here(learned, 3))
+        assert second.weight_version == first.weight_version
 
 
 def test_failures_are_one_line(server: SGLangStub, model: Path, tmp_path: Path) -> None:

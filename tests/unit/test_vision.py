@@ -261,7 +261,7 @@ def test_positions_of_two_images() -> None:
     the longer side."""
     eyes = QwenVision("", ModelConfig(), token_id=9, mark_id=9, merge=2)
     tokens = np.array([1, 9, 9, 9, 9, 9, 9, 2, 9, 3], np.uint16)
-    found = eyes.positions(tokens, [(1, 4, 6), (1, 2, 2)])
+    found = eyes.rotary_positions(tokens, [(1, 4, 6), (1, 2, 2)])
 
     assert found is not None
 

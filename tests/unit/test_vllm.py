@@ -31,7 +31,7 @@ from drumline.rl.vllm import RemoteVLLM
 from tests.distributed.ranks import free_port
 from tests.plans import small_config
 from tests.tiny import read_model, tiny_tokenizer
-from tests.vllm_stub import StubServer
+from tests.vllm_stub import HAND_OVER, StubServer
 
 TEXTS = ["The", "What is two plus three?", "one two three", "Every rank keeps in step", "Rome"]
 REQUESTS = [Request(tiny_tokenizer().encode(text), (i, 0)) for i, text in enumerate(TEXTS)]
@@ -168,7 +168,11 @@ def test_where_nothing_is_cut_and_for_greedy_choices_either_kind_will_do(
 UNASKABLE: dict[str, dict[str, Any]] = {
     "leave temperature at 1": {"url": "http://a", "temperature": 0.6, "top_p": 0.9},
     "begins with http": {"url": "localhost:8000"},
-    "set url": {"weights": "none"},
+    "weights is of servers: set url": {"weights": "none"},
+    "folder is of servers: set url": {"folder": "x"},
+    "timeout_seconds is of servers: set url": {"timeout_seconds": 5},
+    "memory is of an engine in each rank": {"url": "http://a", "memory": 0.5},
+    "takes the likeliest token whatever top_p is": {"top_k": 1, "top_p": 0.5},
     "folder is where weights are written": {"url": "http://a", "weights": "none", "folder": "x"},
     "stands twice in url": {"url": ["http://a", "http://b", "http://a"]},
     "at least 1 item": {"url": []},
@@ -305,7 +309,37 @@ def test_new_weights_reach_the_server_through_a_folder(
 
     asked = [path for path, _ in server.asked if path != "/v1/completions"]
 
-    assert asked == ["/collective_rpc", "/reset_prefix_cache"] * 3
+    assert asked == HAND_OVER * 3
+
+
+@pytest.mark.slow
+def test_weights_wait_as_files_while_a_server_samples_by_others(
+    server: StubServer, model: Path, tmp_path: Path
+) -> None:
+    config = c.VLLMGenerator(url=server.url, max_new_tokens=12)
+    learned = read_model(model)
+    made, refresh = make_generator(config, run_dir=tmp_path)
+    folder = tmp_path / "rollout-weights"
+    expected = []
+    waiting = []
+
+    for turn in range(3):
+        change_weights(learned, turn)
+        expected.append(sample_here(learned, turn))
+        waiting.append(refresh.hold(learned.named_parameters(remove_duplicate=False)))
+
+    # As for an evaluation, which uses the present weights while others wait.
+    change_weights(learned, 3)
+    refresh(learned.named_parameters(remove_duplicate=False))
+
+    assert len(list(folder.iterdir())) == 4
+    assert_same(made.generate(REQUESTS, 3), sample_here(learned, 3))
+
+    for turn, hand_over in enumerate(waiting):
+        hand_over()
+        assert_same(made.generate(REQUESTS, turn), expected[turn])
+
+    assert len(list(folder.iterdir())) == 1, "those that were used are gone"
 
 
 def test_weights_that_cannot_be_handed_over_are_one_line(

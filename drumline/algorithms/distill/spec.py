@@ -28,8 +28,8 @@ class DistillConfig(TextSpec, TeachingSpec):
     kind: Literal["distill"] = "distill"
     log_probs: Literal["precomputed", "live"] = Field(
         "precomputed",
-        description="The teacher's log-probs: precomputed once before training and kept beside the token cache, or live from a frozen"
-        " copy in every step, which top_k: 0 requires.",
+        description="The teacher's log-probs: precomputed once before training and kept beside the token cache, or live in"
+        " every step, which top_k: 0 requires.",
     )
     cross_entropy_weight: Weight = Field(
         0.0, description="Weight of the cross-entropy of the data's own tokens, added to the loss."
@@ -41,6 +41,15 @@ class DistillConfig(TextSpec, TeachingSpec):
         if self.top_k == 0 and self.log_probs == "precomputed":
             raise ValueError(
                 "top_k: 0 is the whole vocabulary for each token, which no disk holds: set log_probs: live, or a top_k above 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _asks_servers_once(self) -> DistillConfig:
+        """Refuse to ask servers in every step: the rows do not change."""
+        if self.served_teacher is not None and self.log_probs == "live":
+            raise ValueError(
+                "a server is asked once, before the first step: leave log_probs at precomputed"
             )
         return self
 

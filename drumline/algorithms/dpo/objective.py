@@ -40,7 +40,7 @@ class DPO(AnswerPairs):
         if spec.sft_weight:
             mean_chosen_P, _ = sides(log_probs_B / tokens_B)
             loss_P = loss_P - spec.sft_weight * mean_chosen_P
-        return self.sum_pairs(loss_P, log_probs_B, spec.beta * score_B, batch)
+        return self.sum_pairs(loss_P, log_probs_B, spec.beta * score_B, batch.real_P)
 
     def _pair_scores(self, score_B: torch.Tensor, tokens_B: torch.Tensor, batch: Any) -> PairScores:
         """Return what the losses read.

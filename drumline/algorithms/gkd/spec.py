@@ -32,7 +32,7 @@ class GKDConfig(SamplingSpec, TeachingSpec):
 
     position: ClassVar[int] = 2
     columns: ClassVar[str] = (
-        "`prompt`, or `messages`; with on_policy_share below 1 `prompt` and `completion`, or `messages`"
+        "`prompt`, or `messages`; in data.train with on_policy_share below 1 `prompt` and `completion`, or `messages`"
     )
     rate: ClassVar[float] = 1e-5
     metrics: ClassVar[tuple[str, ...]] = ("loss", "kl", *SamplingSpec.metrics)
@@ -58,12 +58,12 @@ class GKDConfig(SamplingSpec, TeachingSpec):
         gt=0,
         le=1,
         description="Share of the prompts that the model completes itself (λ of GKD). For the others it learns from the completion in the"
-        " row. run.seed and the prompt's position in the data decide which prompts these are.",
+        " row. run.seed and the prompt's place in the order of the run decide which prompts these are.",
     )
     rewards: Annotated[list[Reward], RefusesNull("leave it out for none")] = Field(
         default_factory=list,
         description="Computed for the model's completions and reported; nothing is learned from them. Default: none, or environment if"
-        " the environment is of kind class.",
+        " there is an environment of another kind than tools.",
     )
 
     @model_validator(mode="after")
@@ -92,6 +92,11 @@ class GKDConfig(SamplingSpec, TeachingSpec):
         if self.sampled_share < 1:
             return (("prompt", "completion"), ("messages",))
         return PROMPT_FORMS
+
+    @property
+    def evaluation_spec(self) -> GKDConfig:
+        """The algorithm without completions of rows: the model completes all held-out prompts."""
+        return self.model_copy(update={"on_policy_share": 1.0})
 
     @property
     def needs_old_log_probs(self) -> bool:
@@ -131,12 +136,12 @@ class GKDConfig(SamplingSpec, TeachingSpec):
         batch = placeholder_episodes(rows, length)
         return TaughtEpisodeBatch(**vars(batch), teacher=placeholder_teacher(batch, plan))
 
-    def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
+    def assign_credit(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
         """Return the episodes with the weight 1 for each token. Rewards and costs are not used."""
         import torch
 
         is_learned_N = torch.ones(len(episodes), dtype=torch.bool)
-        return episodes.weighted("token", self.new_tokens, is_learned_N)
+        return episodes.add_loss_weights("token", self.new_tokens, is_learned_N)
 
     def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
         """Return role → model: the teacher, and the models of rewards of kind model."""

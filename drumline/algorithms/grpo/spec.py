@@ -9,6 +9,9 @@ from pydantic import Field, field_validator, model_validator
 from drumline.algorithms.specs import PromptSpec
 from drumline.config.section import MOST_WEIGHT, Above0, Weight
 
+# The most rollouts that are sampled ahead of the one that is learned from.
+MOST_AHEAD = 8
+
 
 class GRPOConfig(PromptSpec):
     """Group-relative policy optimisation (Shao et al. 2024), with Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025), GSPO (Zheng et
@@ -84,10 +87,12 @@ class GRPOConfig(PromptSpec):
         " Yao et al. 2025). mask: 0, so that the token or completion teaches nothing, but still counts in the denominator of the loss"
         " (masked importance sampling, Liu et al. 2025, When Speed Kills Stability).",
     )
-    ahead: Literal[0, 1] = Field(
+    ahead: int = Field(
         0,
-        description="1: sample the next rollout while this one is learned from, by a copy of the weights as they were before. Requires"
-        " `importance`, which is then token if it is not set.",
+        ge=0,
+        le=MOST_AHEAD,
+        description="How many rollouts are sampled ahead, while an earlier one is learned from. The weights that sample a rollout are"
+        " then older by as many rollouts. Requires `importance`, which is then token if it is not set. 0: nothing is sampled ahead.",
     )
     importance_cap: float = Field(
         2.0, gt=1, le=MOST_WEIGHT, description="importance: the largest weight."
@@ -166,7 +171,7 @@ class GRPOConfig(PromptSpec):
 
     @property
     def lookahead(self) -> int:
-        """The number of rollouts that are sampled while another one is trained on: the key `ahead`."""
+        """The number of rollouts that may be pending while another one is trained on: the key `ahead`."""
         return self.ahead
 
     @property
@@ -179,7 +184,7 @@ class GRPOConfig(PromptSpec):
         """Whether each turn of an episode has an advantage of its own."""
         return self.credit == "turn"
 
-    def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
+    def assign_credit(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
         """Return the episodes with advantages and weights.
 
         `cost_NM` is not used, as the divergence is in the loss. Episodes with an unknown reward (NaN) get
@@ -195,4 +200,4 @@ class GRPOConfig(PromptSpec):
         if self.credits_turns:
             add_advantages = add_turn_advantages
         episodes = add_advantages(episodes, rewards_N, self.group_size, self.scale, self.estimator)
-        return episodes.weighted(self.normalize, self.new_tokens, is_trained_N)
+        return episodes.add_loss_weights(self.normalize, self.new_tokens, is_trained_N)

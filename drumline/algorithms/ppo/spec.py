@@ -115,7 +115,7 @@ class PPOConfig(PromptSpec):
         """Whether the last token of each turn gets the environment's reward for it."""
         return self.credit == "turn"
 
-    def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
+    def assign_credit(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
         """Return the episodes with advantages, returns and weights of tokens (`add_gae_advantages`)."""
         from drumline.algorithms.credit import add_gae_advantages
 

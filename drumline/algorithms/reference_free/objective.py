@@ -64,7 +64,7 @@ class ReferenceFree(AnswerPairs):
         chosen_P, rejected_P = sides(mean_B)
         pair_loss_P = self.loss(chosen_P, rejected_P)
         loss_P = pair_loss_P - self.sft_weight * chosen_P
-        return self.sum_pairs(loss_P, mean_B, self.beta * mean_B, batch)
+        return self.sum_pairs(loss_P, mean_B, self.beta * mean_B, batch.real_P)
 
 
 def orpo(spec: ORPOConfig) -> ReferenceFree:

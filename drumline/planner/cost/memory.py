@@ -47,6 +47,7 @@ from drumline.plan.plan import Layout
 from drumline.plan.rule import is_data_parallel_only, packed_bits
 from drumline.planner.cost import fitted
 from drumline.planner.cost.activations import (
+    INT64_BYTES,
     NO_HEAD,
     HeadBytes,
     block_of,
@@ -244,7 +245,9 @@ def memory_of_rank(
     taught = _teacher_phase(layout, facts, pp_rank, state.optimizer)
     if taught is not None:
         phases = {"teacher": taught, **phases}
-    phases["rollout"] = Phase(0.0, _sampling_bytes(layout, facts), 0.0, 0.0)
+    # The last batch is still there, with what the teacher says of it.
+    taught_bytes = _taught_bytes(layout, facts, model_part)
+    phases["rollout"] = Phase(0.0, _sampling_bytes(layout, facts), 0.0, float(taught_bytes))
 
     if generates_with_weight_copy(layout):
         # Rollouts are sampled from a second copy of the policy's weights.
@@ -330,11 +333,40 @@ def _all_buffers(
         # The lengths of rows are computed in forward, which runs again in backward.
         backward += dora
     always = buffers.always + FP64_BYTES * _first_numbers(layout, facts)
+    always += _taught_bytes(layout, facts, model_part)
     buffers = replace(buffers, always=always, block=block, backward=backward)
     adapter = layout.config.adapter
     if adapter.kind == "lora" and adapter.trainable_tokens:
         return _add_trained_rows(layout, facts, buffers)
     return buffers
+
+
+def _taught_bytes(layout: Layout, facts: ModelFacts, model_part: PipelinePart) -> int:
+    """Return the bytes of what a teacher says of all micro-batches of a step; 0 without a teacher.
+
+    All are asked about before the first of them runs. For the whole vocabulary these are the
+    teacher's hidden states. Where weights are gathered for a forward only, a copy of its head stays
+    on the ranks that compute the loss.
+    """
+    teaching = layout.config.algorithm.teaching
+    if teaching is None:
+        return 0
+    # Each rank of tp, cp and pp has the numbers of whole rows.
+    tokens = layout.rows * layout.max_length * layout.batch.accumulation
+    if teaching.top_k:
+        ids = INT64_BYTES * teaching.top_k
+        return tokens * (ids + FP32_BYTES * (teaching.top_k + 1))
+    sizes = facts
+    if not teaching.is_own_teacher:
+        sizes = facts.roles.get("teacher", facts)
+    states = tokens * stream_entry_bytes(layout) * sizes.hidden
+    if layout.strategy.whole_weights or not model_part.last:
+        return states
+    entry_bytes_of_head = FP32_BYTES
+    if layout.strategy.gathered_in(layout.precision, False) is not None:
+        entry_bytes_of_head = LOW_BYTES
+    rows = math.ceil(sizes.vocab_size / layout.mesh.tp)
+    return states + entry_bytes_of_head * rows * sizes.hidden
 
 
 def _first_numbers(layout: Layout, facts: ModelFacts) -> int:
@@ -851,6 +883,25 @@ def generates_with_weight_copy(layout: Layout) -> bool:
     return isinstance(generator, ContinuousGenerator) and needs_autocast
 
 
+def held_weights_bytes(layout: Layout, facts: ModelFacts) -> int:
+    """Return the most bytes of weights that a rank has set aside in host memory for later rollouts.
+
+    With `algorithm.ahead: N` the sampler works on one of N pending rollouts, and the weights of the
+    others wait (`rl.ahead`). Those for servers wait as files. A copy of the model takes weights in its
+    own type, and vLLM in this process takes them as the policy stores them.
+    """
+    rollout = layout.config.algorithm.rollout
+    if rollout is None or rollout.lookahead < 2:
+        return 0
+    bytes_of_entry = PRECISION_BYTES[layout.precision]
+    if isinstance(rollout.generator, ServerGenerator):
+        if rollout.generator.url:
+            return 0
+        bytes_of_entry = entry_bytes(layout)
+    waiting = rollout.lookahead - 1
+    return math.ceil(waiting * bytes_of_entry * facts.parameters)
+
+
 def generator_of(layout: Layout) -> Generator | None:
     """Return what samples completions, in rollouts or at evaluations; None if nothing does."""
     rollout = layout.config.algorithm.rollout
@@ -875,7 +926,7 @@ def _sampling_bytes(layout: Layout, facts: ModelFacts) -> float:
     if rollout is None:
         samples = layout.config.eval.samples
     else:
-        samples = rollout.minibatches * layout.batch.global_samples
+        samples = rollout.episodes_of_rollout(layout.batch.global_samples)
     samples_of_rank = math.ceil(samples / layout.mesh.world_size)
     sequences = min(generator.batch, samples_of_rank)
     bytes_per_entry = PRECISION_BYTES[layout.precision]
@@ -913,9 +964,9 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
     moved = 0
     if layout.device == "cuda":
         moved = offloaded_bytes(layout, facts)
-    between = own.between + PROCESS + moved
+    between = own.between + PROCESS + moved + held_weights_bytes(layout, facts)
     if layout.device == "cpu":
-        training = peak + PROCESS + moved
+        training = peak + PROCESS + moved + held_weights_bytes(layout, facts)
     else:
         training = between
     during_save = between

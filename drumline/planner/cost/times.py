@@ -19,6 +19,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from drumline.config.algorithm import SamplingSpec
 from drumline.config.mesh import Mesh
 from drumline.config.rollouts import Generator, ServerGenerator
 from drumline.hardware.cluster import Cluster
@@ -220,7 +221,11 @@ def _activation_offload(
 
 
 def _samples_on_server_ahead(layout: Layout) -> bool:
-    """Return whether rollouts run ahead of the steps, on a server elsewhere."""
+    """Return whether rollouts run ahead of the steps, on a server elsewhere.
+
+    How far ahead makes no difference to the mean: the slower of both sides sets the pace, and a longer
+    queue evens out rollouts that take longer than others.
+    """
     rollout = layout.config.algorithm.rollout
     if rollout is None or not rollout.lookahead:
         return False
@@ -399,7 +404,7 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
         return 0.0
     world = layout.mesh.world_size
     generator = rollout.generator
-    episodes = rollout.minibatches * layout.batch.global_samples
+    episodes = rollout.episodes_of_rollout(layout.batch.global_samples)
     sampled = episodes * rollout.sampled_share
     episodes_of_rank = math.ceil(sampled / world)
     batch = min(generator.batch, episodes_of_rank)
@@ -412,20 +417,41 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
     if rollout.environment is not None:
         tokens_of_episode = min(tokens_of_episode, rollout.environment.max_tokens)
     sampling = batches * tokens_of_episode * token
-    forwards = []
-    for name, model in facts.roles.items():
-        # What answers in every step is counted there (`scoring_flops`).
-        if name != "teacher":
-            forwards.append(forward_flops(model))
-    if rollout.steps_per_rollout > 1 and rollout.needs_old_log_probs:
-        # The old log-probabilities, which otherwise the forward of the step gives.
-        forwards.append(forward_flops(facts))
-    if layout.config.head == "valued":
-        # The values of the policy's own value head.
-        forwards.append(forward_flops(facts))
-    scoring = sum(forwards) * sampled * layout.max_length / world / rate
+    flops_per_token = _reading_flops(layout, facts, rollout, sampled)
+    scoring = flops_per_token * layout.max_length / world / rate
     refreshing = _refresh_seconds(layout, facts, cluster, generator)
     return (sampling + scoring + refreshing) / rollout.steps_per_rollout
+
+
+def _reading_flops(
+    layout: Layout, facts: ModelFacts, rollout: SamplingSpec, sampled: float
+) -> float:
+    """Return the FLOPs of all models that read a rollout, for each token of an episode.
+
+    `sampled`: the number of episodes that are sampled.
+    """
+    # Of a group that is compared in pairs, the reference reads the pair alone.
+    compared = sampled
+    if layout.batch.rows_per_sample > 1:
+        samples = rollout.minibatches * layout.batch.global_samples
+        compared = samples * layout.batch.rows_per_sample
+    flops = 0.0
+    for name, model in facts.roles.items():
+        if name == "reference":
+            flops += compared * forward_flops(model)
+        elif name != "teacher":
+            # What answers in every step is counted there (`scoring_flops`).
+            flops += sampled * forward_flops(model)
+    if rollout.has_reference and "reference" not in facts.roles:
+        # The policy without its adapter.
+        flops += compared * forward_flops(facts)
+    if rollout.steps_per_rollout > 1 and rollout.needs_old_log_probs:
+        # The old log-probabilities, which otherwise the forward of the step gives.
+        flops += sampled * forward_flops(facts)
+    if layout.config.head == "valued":
+        # The values of the policy's own value head.
+        flops += sampled * forward_flops(facts)
+    return flops
 
 
 def _token_seconds(
