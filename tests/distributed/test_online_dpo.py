@@ -123,8 +123,10 @@ def test_same_pairs_losses_and_weights_as_one_process(runs: Path, way: Way, case
     assert apart.largest <= TOLERANCE, apart
     assert len(events(mine, "step")) == 4
     for key in OF_STEPS:
-        expected = pytest.approx(column(alone, key), rel=TOLERANCE, abs=1e-6)
-        assert column(mine, key) == expected, key
+        # In the first step policy and reference are equal, and rounding alone gives the margin's sign.
+        first = 1 if key == "accuracy" else 0
+        expected = pytest.approx(column(alone, key)[first:], rel=TOLERANCE, abs=1e-6)
+        assert column(mine, key)[first:] == expected, key
     for key in OF_ROLLOUTS:
         assert column(mine, key, "rollout") == column(alone, key, "rollout"), key
     for key in ("reward", "length"):

@@ -40,11 +40,16 @@ SETTINGS = {
 
 
 class RealServer:
-    """A process of vLLM that serves the model in a folder."""
+    """A process of vLLM that serves the model in a folder.
 
-    def __init__(self, model: Path, log: Path) -> None:
+    `has_adapters`: it can load LoRA adapters. It then fails on a CPU if it is asked for the log-probs of
+    a prompt (vLLM 0.32).
+    """
+
+    def __init__(self, model: Path, log: Path, *, has_adapters: bool = True) -> None:
         self.model = model
         self.log = log
+        self.has_adapters = has_adapters
         self.url = ""
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -60,9 +65,11 @@ class RealServer:
             "--host": "127.0.0.1",
             "--port": str(port),
             "--max-model-len": str(POSITIONS),
-            "--max-lora-rank": str(MOST_RANK),
         }
-        arguments = [str(COMMAND), "serve", str(self.model), "--enforce-eager", "--enable-lora"]
+        arguments = [str(COMMAND), "serve", str(self.model), "--enforce-eager"]
+        if self.has_adapters:
+            arguments.append("--enable-lora")
+            options["--max-lora-rank"] = str(MOST_RANK)
         for name, value in options.items():
             arguments += [name, value]
         variables = {**os.environ, **SETTINGS}

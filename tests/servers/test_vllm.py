@@ -56,6 +56,15 @@ def server(process: RealServer) -> RealServer:
     return process
 
 
+@pytest.fixture
+def teacher_server(model: Path, tmp_path: Path) -> Iterator[RealServer]:
+    """A server without adapters, which gives the log-probs of prompts on a CPU, too."""
+    server = RealServer(model, tmp_path / "log.txt", has_adapters=False)
+    server.start()
+    yield server
+    server.stop()
+
+
 def client(server: RealServer, **options: Any) -> RemoteVLLM:
     """Return a client that asks the server for completions.
 
@@ -280,12 +289,12 @@ def expected_choices(model: Any, texts: list[TaughtText], top_k: int) -> Any:
     return torch.cat(rows).numpy()
 
 
-def test_a_server_gives_a_teacher_s_log_probs(server: RealServer) -> None:
+def test_a_server_gives_a_teacher_s_log_probs(teacher_server: RealServer) -> None:
     """They are those of the model, and what a server does not give is found before the run."""
     top_k = 8
     teacher = {
         "kind": "server",
-        "url": server.url,
+        "url": teacher_server.url,
         "model": "base",
     }
     teaching = DistillConfig.model_validate({"teacher": teacher, "top_k": top_k})
@@ -293,7 +302,7 @@ def test_a_server_gives_a_teacher_s_log_probs(server: RealServer) -> None:
 
     assert served is not None
 
-    model = read_model(server.model)
+    model = read_model(teacher_server.model)
     tokenizer = tiny_tokenizer()
     vocabulary = model.config.vocab_size
     texts = []
