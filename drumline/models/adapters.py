@@ -48,6 +48,7 @@ from drumline.models.blocks import (
     takes_adapters,
 )
 from drumline.models.classes import ends_in_hidden_states, is_seq2seq, reads_images
+from drumline.models.direct_weights import directly_read_layers
 from drumline.models.packed import PackedLinear, PackedTensor, packings_of
 from drumline.models.parts import is_part, names_in_part, unread_names
 from drumline.models.scores import extra_heads
@@ -179,11 +180,12 @@ def _linear_layers(model: Any, with_tower: bool) -> dict[str, Any]:
 
 
 def _modules_without_adapters(model: Any) -> list[nn.Module]:
-    """Return the routers of experts, which stay frozen, and the modules that the model does not read.
+    """Return the routers of experts, which stay frozen, and layers that an adapter would not change.
 
-    The latter would get no gradients.
+    These are the ones whose output the model does not read, and those of `models.direct_weights`.
     """
     found = [model.get_submodule(name) for name in unread_names(model)]
+    found += directly_read_layers(model)
     for module in model.modules():
         if "Router" in type(module).__name__:
             found.append(module)
@@ -250,6 +252,7 @@ def _layers_by_endings(
             what = f"the weight of {ending} is trained whole, and gets no adapter"
             fix = f"take {ending} out here, or its weight out of adapter.modules_to_save"
             raise ModelError(what, where=WHERE, fix=fix)
+        _refuse_without_adapter(model, ending)
         last_names = _last_names([*layers, *experts])
         guess = nearest(ending, last_names)
         what = f"no layer of {type(model).__name__} that can get an adapter is named {ending!r}"
@@ -258,6 +261,24 @@ def _layers_by_endings(
             fix = f"did you mean {guess}?"
         raise ModelError(what, where=WHERE, fix=fix)
     return chosen
+
+
+def _refuse_without_adapter(model: Any, ending: str) -> None:
+    """Raise ModelError if layers with this ending exist, but are of those that get no adapter."""
+    directly_read = {id(layer) for layer in directly_read_layers(model)}
+    is_router = False
+    for name, module in model.named_modules():
+        is_router = is_router or ("Router" in type(module).__name__ and has_ending(name, ending))
+        if id(module) in directly_read and has_ending(name, ending):
+            owner, _, _ = name.rpartition(".")
+            reader = type(model.get_submodule(owner)).__name__
+            what = f"{reader} reads the weight of {ending} itself, past an adapter"
+            fix = f"take {ending} out, or name it in adapter.modules_to_save to train it whole"
+            raise ModelError(what, where=WHERE, fix=fix)
+    if is_router:
+        what = f"{ending} is a router of experts, which gets no adapter"
+        fix = f"take {ending} out, or name it in adapter.modules_to_save to train it whole"
+        raise ModelError(what, where=WHERE, fix=fix)
 
 
 def find_targets(model: Any, adapter: LoRAConfig) -> tuple[dict[str, list[str]], set[str]]:

@@ -20,6 +20,7 @@ from torch import nn
 
 from drumline.errors import ModelError, PlanError
 from drumline.models.classes import is_vision_language, reads_images
+from drumline.models.direct_weights import directly_read_layers
 from drumline.plan.facts import COLUMN_PARALLEL, Position, Weight
 from drumline.vendor.torch import BatchNorm
 
@@ -291,6 +292,7 @@ def _weights_by_block(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple
     in_blocks: list[list[Weight]] = [[] for _ in all_blocks]
     outside: list[Weight] = []
     styles = _styles_by_layer(model)
+    directly_read = {id(layer) for layer in directly_read_layers(model)}
     in_both_ends = _parameters_in_both_ends(model)
     modules = dict(model.named_modules())
     has_passed_blocks = False
@@ -308,7 +310,14 @@ def _weights_by_block(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple
         if depths:
             has_passed_blocks = True
             name_in_block = ".".join(path[depth_of_owner + 1 :])
-            weight = Weight(name_in_block, shape, parameter.requires_grad, style, owners)
+            weight = Weight(
+                name_in_block,
+                shape,
+                parameter.requires_grad,
+                style,
+                owners,
+                is_read_directly=id(enclosing[-1]) in directly_read,
+            )
             index = block_index[id(enclosing[depth_of_owner])]
             in_blocks[index].append(weight)
             continue

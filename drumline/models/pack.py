@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from drumline.models.blocks import blocks, expert_modules, find_base_layer, takes_adapters
+from drumline.models.direct_weights import directly_read_layers
 from drumline.models.packed import Bits, PackedLinear
 from drumline.models.packed_experts import pack_experts
 from drumline.plan.facts import is_packable
@@ -17,9 +18,10 @@ def pack(model: Any, bits: Bits, storage: torch.dtype) -> None:
     """Replace each frozen linear layer in the blocks by a `PackedLinear`, also beneath adapters.
 
     The tensors of a mixture's experts are packed, too (models.packed_experts). What has a shape
-    that cannot be packed stays. What is on the meta device is to be filled later. `storage`: the
-    type that weights are gathered in.
+    that cannot be packed stays, and so does what is read without its layer (models.direct_weights).
+    What is on the meta device is to be filled later. `storage`: the type that weights are gathered in.
     """
+    directly_read = {id(layer) for layer in directly_read_layers(model)}
     for path in expert_modules(model):
         experts = find_base_layer(model.get_submodule(path))
         if takes_adapters(experts):
@@ -30,7 +32,7 @@ def pack(model: Any, bits: Bits, storage: torch.dtype) -> None:
         owners: list[Any] = list(block.modules())
         for owner in owners:
             for name, layer in list(owner.named_children()):
-                if not _is_packable(layer):
+                if id(layer) in directly_read or not _is_packable(layer):
                     continue
                 setattr(owner, name, PackedLinear(layer, bits, storage))
                 if not layer.weight.is_meta:

@@ -52,6 +52,8 @@ class Weight(NamedTuple):
     `position`: in a block, or before or after all blocks; `both` is an embedding that is also the head.
     `ep_degree`: the number of data ranks over which `with_local_experts` has cut it. Then `shape` is
     that of one rank, and FSDP2 cuts it over the remaining ranks.
+    `is_read_directly`: the module around its linear layer reads it without calling the layer, so that it
+    gets no adapter and is not packed (models.direct_weights).
     """
 
     name: str
@@ -61,6 +63,7 @@ class Weight(NamedTuple):
     owners: tuple[str, ...] = ()
     position: Position = "block"
     ep_degree: int = 1
+    is_read_directly: bool = False
 
     @property
     def numel(self) -> int:
@@ -295,7 +298,7 @@ def is_packable(shape: tuple[int, ...]) -> bool:
 
 def is_packed(weight: Weight) -> bool:
     """Return whether a weight is packed in a run that packs frozen layers and experts (QLoRA)."""
-    if weight.trainable or weight.position != "block":
+    if weight.trainable or weight.position != "block" or weight.is_read_directly:
         return False
     is_of_experts = weight.style == "experts" and len(weight.shape) == 3
     if is_of_experts and weight.owners[-1] in UNPACKED_EXPERTS:

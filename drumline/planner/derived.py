@@ -451,7 +451,7 @@ def _takes_factors(weight: Weight) -> bool:
     """Return whether a weight may get factors: a linear layer's, or a matrix for each expert."""
     if weight.style == "experts":
         return len(weight.shape) == 3
-    if any("Router" in owner for owner in weight.owners):
+    if weight.is_read_directly or any("Router" in owner for owner in weight.owners):
         return False
     return weight.owners[-1:] == ("Linear",) and weight.name.endswith(".weight")
 
