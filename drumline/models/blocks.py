@@ -271,6 +271,7 @@ def common_facts(model: Any) -> dict[str, Any]:
         "classes": frozenset(class_names),
         "block_parameters": tuple(block_parameters),
         "block_weights": block_weights,
+        "tower_blocks": len(block_weights) - len(text_blocks(model)),
         "end_weights": end_weights,
         "recomputes": bool(can_recompute),
         "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),

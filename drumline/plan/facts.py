@@ -144,6 +144,8 @@ class ModelFacts:
     flops_per_image_token: float = 0.0
     # Weights of each block, those of a vision tower first. Equal blocks share one tuple.
     block_weights: tuple[tuple[Weight, ...], ...] = ()
+    # How many of these blocks are of the vision tower.
+    tower_blocks: int = 0
     # Weights outside of the blocks. A tied head is its embedding.
     end_weights: tuple[Weight, ...] = ()
     # It caps or scales the logits, so all are computed at once, whatever loss_chunk is.

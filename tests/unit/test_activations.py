@@ -15,23 +15,27 @@ from torch import nn
 from transformers import BloomConfig, BloomForCausalLM
 
 from drumline.algorithms.base import policy_objective
+from drumline.config.config import LoRAConfig
+from drumline.config.model import ModelConfig
 from drumline.engine.build import build_engine
 from drumline.engine.offload import ActivationOffload
 from drumline.engine.transforms import apply_mlp_chunks
 from drumline.errors import PlanError
 from drumline.models.blocks import set_blocks
+from drumline.models.shapes import find
 from drumline.plan.estimate import Memory
 from drumline.plan.facts import Weight, has_chunkable_mlp
 from drumline.plan.plan import Layout, Plan
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
-from drumline.planner.cost.activations import formula
+from drumline.planner.cost.activations import block_of, formula, tower_bytes
 from drumline.planner.cost.memory import memory, offloaded_bytes
 from drumline.planner.cost.times import estimate
 from drumline.planner.search.advice import with_row_length
 from drumline.planner.search.answer import Question
 from drumline.planner.search.budget import CHECKPOINTING, fit_to_budget
 from drumline.planner.search.search import evaluate, search
+from drumline.planner.sizes import FoundModel, sizes_of
 from drumline.planner.trace import trace_activations, trace_one_depth
 from tests.distributed.promises import facts_of
 from tests.harness import same_tensors, write_config
@@ -453,3 +457,26 @@ def test_a_feed_forward_part_that_takes_more_than_hidden_states_is_cut_with_it()
 
     for mine, other in zip(step(8), step(None), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks_of_tower", "widths"),
+    # Blocks of the tower; hidden width and query width of the language model's most frequent block.
+    [("qwen3.5-9b", 27, (4096, 8192)), ("qwen3-vl-8b", 27, (4096, 4096))],
+)
+def test_blocks_of_a_tower_are_no_blocks_of_text(
+    name: str, blocks_of_tower: int, widths: tuple[int, int]
+) -> None:
+    """Qwen3.5 has more blocks in its tower than of either kind in its text."""
+    known = find(name)
+    assert known is not None
+    found = FoundModel(ModelConfig(id=None, config=known.values), None)
+    sizes = sizes_of(found, 4096, "lm")
+    adapted = sizes_of(found, 4096, "lm", adapter=LoRAConfig(r=16))
+
+    assert sizes.tower_blocks == blocks_of_tower
+    block = block_of(sizes)
+    assert (block.hidden, block.query_width) == widths
+    assert tower_bytes(sizes, low=True) > 0
+    # The tower is frozen under an adapter, and keeps nothing.
+    assert tower_bytes(adapted, low=True) == 0

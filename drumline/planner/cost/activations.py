@@ -9,6 +9,7 @@ the same way. No torch here.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -196,15 +197,17 @@ def block_of(facts: ModelFacts) -> Block:
 
 
 def _main_block(facts: ModelFacts) -> tuple[Weight, ...]:
-    """Return the weights of the most frequent kind of block, none for a model without blocks."""
-    if not facts.kinds_of_blocks:
+    """Return the weights of the most frequent kind of block, none for a model without blocks.
+
+    Those of a vision tower do not count.
+    """
+    blocks_of_text = facts.block_weights[facts.tower_blocks :]
+    if not blocks_of_text:
         return ()
-    kinds = facts.kinds_of_blocks
     if facts.encoder_decoder:
         # The larger ones, which are those of the decoder, count for both stacks.
-        weights, _ = max(kinds, key=lambda kind: sum(weight.numel for weight in kind[0]))
-    else:
-        weights, _ = max(kinds, key=lambda kind: kind[1])
+        return max(blocks_of_text, key=lambda block: sum(weight.numel for weight in block))
+    ((weights, _),) = Counter(blocks_of_text).most_common(1)
     return weights
 
 
@@ -824,20 +827,14 @@ def tower_bytes(facts: ModelFacts, low: bool) -> float:
 
     `low`: it computes in 16 bits.
     """
-    if not facts.vision_language:
-        return 0.0
-    main = _main_block(facts)
     sides = 0.0
-    for weights, number in facts.kinds_of_blocks:
-        # The tower has the other kinds of blocks. A frozen tower keeps nothing.
-        is_of_tower = weights is not main
-        if not is_of_tower or not any(weight.trainable for weight in weights):
+    for weights in facts.block_weights[: facts.tower_blocks]:
+        # A frozen tower keeps nothing.
+        if not any(weight.trainable for weight in weights):
             continue
-        inputs_and_outputs = 0
         for weight in weights:
             if len(weight.shape) == 2:
-                inputs_and_outputs += sum(weight.shape)
-        sides += number * inputs_and_outputs
+                sides += sum(weight.shape)
     bytes_per_entry = LOW_BYTES if low else FP32_BYTES
     return PATCHES_PER_IMAGE_TOKEN * TOWER_SURPLUS * bytes_per_entry * sides
 
