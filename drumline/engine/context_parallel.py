@@ -1,4 +1,6 @@
-"""Context parallelism: each rank runs the model on its part of every sequence; only attention sees the whole.
+"""Context parallelism: each rank runs the model on its part of every sequence.
+
+Only attention, and recurrent layers (models.whole_rows), see the whole.
 
 There are two methods:
 
@@ -25,23 +27,30 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from drumline.errors import PlanError
-from drumline.models.attention import has_batch
-from drumline.models.blocks import reason_against_context_parallelism
+from drumline.models.attention import has_batch, model_inputs
+from drumline.models.blocks import (
+    has_recurrent_layers,
+    is_recurrent,
+    reason_against_context_parallelism,
+)
 from drumline.models.classes import is_vision_language
 from drumline.models.head import ForwardWithObjective
 from drumline.models.image_tokens import trial_images
+from drumline.models.recurrent import separated_layers
+from drumline.models.recurrent_trial import mixing_layers
 from drumline.models.sequence import SequencePart
 from drumline.models.small import TrialTokens, is_close, try_small
+from drumline.models.whole_rows import use_whole_rows
 from drumline.plan.attention import RING_CHUNK, has_drumline_attention
 from drumline.plan.rules import NO_CONTEXT_PARALLEL
 from drumline.vendor.torch import all_to_all_single_autograd
@@ -110,8 +119,13 @@ def apply_context_parallel(
         tower_name = f"{name}_tower"
         implementation["vision_config"] = tower_name
         AttentionInterface.register(tower_name, _outside_of_ring(whole_attention))
-    _attend_in_parts(model, part, implementation)
-    if not _same_in_parts(model, mesh.device_type, part, packing, tokens, implementation):
+    recurrent = _recurrent_classes(model, mesh.device_type)
+    _run_in_parts(model, part, implementation, recurrent)
+
+    def run_in_parts(small: Any) -> None:
+        _run_in_parts(small, part, implementation, recurrent)
+
+    if not _same_in_parts(model, mesh.device_type, part, packing, tokens, run_in_parts):
         model.set_attn_implementation(before)
         raise NO_CONTEXT_PARALLEL.error(
             refused + "cut in parts it does not compute what it computes whole"
@@ -119,12 +133,50 @@ def apply_context_parallel(
     module.sequence = part
 
 
-def _attend_in_parts(model: Any, part: SequencePart, implementation: Any) -> None:
-    """Let a model attend by registered functions: a name, or the names by section of its config.
+def _recurrent_classes(model: Any, device: str) -> tuple[type[nn.Module], ...]:
+    """Return the classes of a model's recurrent layers, which mix tokens without attention.
 
-    The decoder of a vision-language model also takes its part of the embeddings that it gets.
+    Of a model that trains on packs they are known; else a small copy is tried on `device`.
+    """
+    if not has_recurrent_layers(model):
+        return ()
+    layers = separated_layers(model)
+    if layers:
+        return _classes_of_recurrent(layers)
+
+    def trial(small: Any, ids_BT: Tensor) -> tuple[type[nn.Module], ...]:
+        return _classes_of_recurrent(mixing_layers(small, ids_BT))
+
+    return try_small(model, device, trial)
+
+
+def _classes_of_recurrent(layers: Iterable[nn.Module]) -> tuple[type[nn.Module], ...]:
+    """Return the classes of the recurrent ones among layers that mix documents.
+
+    Attention is another one if it has no mask that keeps documents apart.
+    """
+    return tuple(dict.fromkeys(type(layer) for layer in layers if is_recurrent(layer)))
+
+
+def _run_in_parts(
+    model: Any,
+    part: SequencePart,
+    implementation: Any,
+    recurrent: tuple[type[nn.Module], ...],
+) -> None:
+    """Let a model run on parts of sequences.
+
+    Its attention goes through registered functions, and recurrent layers run on whole rows. The
+    decoder of a vision-language model also takes its part of the embeddings that it gets.
+
+    Args:
+        model: The model.
+        part: This rank's part of sequences.
+        implementation: The name of the attention functions, or names by section of its config.
+        recurrent: Classes of its recurrent layers.
     """
     model.set_attn_implementation(implementation)
+    use_whole_rows(model, part, recurrent)
     if not part.cuts_embeddings:
         return
 
@@ -306,24 +358,30 @@ def _torch_ring(mesh: DeviceMesh) -> Iterator[None]:
 
 
 def _same_in_parts(
-    model: Any, device: str, part: SequencePart, packing: bool, tokens: int, implementation: Any
+    model: Any,
+    device: str,
+    part: SequencePart,
+    packing: bool,
+    tokens: int,
+    run_in_parts: Callable[[Any], None],
 ) -> bool:
     """Return whether the model's hidden states come out the same in parts as whole. Collective.
 
     A small copy of the model is tried on `tokens` tokens for each rank; with `packing` they are two
-    documents. `implementation`: see `_attend_in_parts`. Only a trial shows whether layers mix
-    tokens without attention, as state-space and other recurrent ones do.
+    documents. `run_in_parts`: lets a model run on parts of sequences. Only a trial shows whether
+    layers of other classes mix tokens without attention, too.
     """
 
     def trial(small: Any, ids_BT: Tensor) -> bool:
-        _attend_in_parts(small, part, implementation)
+        run_in_parts(small)
         batch = _trial_batch(small, ids_BT, part.parts * tokens, packing)
         trunk = small.get_decoder() or small
         if part.cuts_embeddings:
             trunk = small.base_model
-        whole_BTD = trunk(**batch.inputs(), use_cache=False)[0]
-        with part.around():
-            part_BtD = trunk(**part.inputs(batch), use_cache=False)[0]
+        with model_inputs(small, batch) as inputs:
+            whole_BTD = trunk(**inputs, use_cache=False)[0]
+        with part.around(), model_inputs(small, batch, part) as inputs:
+            part_BtD = trunk(**inputs, use_cache=False)[0]
         return is_close(part_BtD, part.cut(whole_BTD))
 
     is_same = try_small(model, device, trial)
@@ -354,7 +412,9 @@ def _trial_batch(small: Any, ids_BT: Tensor, multiple: int, packing: bool) -> Tr
         ids_BT = ids_BT.repeat(1, multiple // ids_BT.shape[1])
     length = ids_BT.shape[1]
     positions_BT = torch.arange(length, device=ids_BT.device)[None]
+    documents: tuple[tuple[int, ...], ...] | None = None
     if packing:
         second = length - TRIAL_TOKENS_OF_SECOND_DOCUMENT
         positions_BT = torch.where(positions_BT < second, positions_BT, positions_BT - second)
-    return TrialTokens(ids_BT, positions_BT, images=images)
+        documents = ((second, TRIAL_TOKENS_OF_SECOND_DOCUMENT),)
+    return TrialTokens(ids_BT, positions_BT, images=images, document_lengths=documents)

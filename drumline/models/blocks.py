@@ -162,6 +162,8 @@ def reason_not_to_cut(model: Any) -> str:
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 # Those of them whose attention can be computed from the lengths of documents alone.
 LAYERS_BY_LENGTHS = {"full_attention", "sliding_attention", "attention"}
+# The kind of layers that have attention and a recurrent layer.
+HYBRID_LAYER = "hybrid"
 # Kinds of layers without attention, which take no mask of pairs of tokens.
 LAYERS_WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "mlp", "moe"}
 
@@ -170,6 +172,16 @@ def _layer_kinds(model: Any) -> set[str]:
     """Return the kinds of layers that a language model's config lists (`layer_types`)."""
     text_config = model.config.get_text_config()
     return set(getattr(text_config, "layer_types", None) or ())
+
+
+def has_recurrent_layers(model: Any) -> bool:
+    """Return whether a language model has recurrent layers: each has a convolution along the row."""
+    return any(is_recurrent(block) for block in text_blocks(model))
+
+
+def is_recurrent(layer: nn.Module) -> bool:
+    """Return whether a layer mixes tokens by a convolution along the row, and maybe by a state."""
+    return any(isinstance(module, nn.Conv1d) for module in layer.modules())
 
 
 def layers_with_attention(model: Any) -> int:
@@ -215,19 +227,17 @@ def reason_against_context_parallelism(model: Any) -> str:
     The answer follows from the model's class and config.
     """
     supports_interface = getattr(model, "_supports_attention_backend", False)
+    if has_recurrent_layers(model):
+        # Classes of hybrid models use the interface, and do not say so.
+        module = sys.modules.get(type(model).__module__)
+        supports_interface = hasattr(module, "ALL_ATTENTION_FUNCTIONS")
     supports_sdpa = getattr(model, "_supports_sdpa", False)
     if not (supports_interface and supports_sdpa):
         return "its attention does not go through transformers' attention interface with sdpa"
-    mixing = _layer_kinds(model) - ATTENTION_LAYERS
-    if not mixing:
-        return ""
-    kind = min(mixing)
-    if kind not in LAYERS_WITHOUT_ATTENTION:
-        return f"its layers of kind {kind} are not known to mix tokens in attention alone"
-    return (
-        f"its layers of kind {kind} mix tokens without attention: a rank has a part of each row,"
-        " and lacks the state in which the part before it ends"
-    )
+    unknown = _layer_kinds(model) - ATTENTION_LAYERS - LAYERS_WITHOUT_ATTENTION - {HYBRID_LAYER}
+    if unknown:
+        return f"its layers of kind {min(unknown)} are not known to run on parts or on whole rows"
+    return ""
 
 
 def reason_for_mask(model: Any) -> str:

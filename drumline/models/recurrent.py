@@ -206,7 +206,7 @@ def run_with_borders(
     joined_options["seq_idx"] = borders.document_1T
     out = forward(*joined_args, **joined_options)
     by_token = first_tensor(out)[0]
-    return _replace_first(out, by_token.unflatten(0, (borders.rows, borders.width)))
+    return replace_first(out, by_token.unflatten(0, (borders.rows, borders.width)))
 
 
 def run_each_document(
@@ -240,7 +240,7 @@ def run_each_document(
         for number, padded in zip(numbers, first_tensor(out).unbind(), strict=True):
             results[number] = padded[: borders.lengths[number]]
     in_order = torch.cat([results[number] for number in range(len(borders.lengths))])
-    return _replace_first(out, in_order.unflatten(0, (borders.rows, borders.width)))
+    return replace_first(out, in_order.unflatten(0, (borders.rows, borders.width)))
 
 
 def is_by_token(value: Any, borders: Borders) -> bool:
@@ -295,7 +295,7 @@ def first_tensor(out: Any) -> Tensor:
     return result
 
 
-def _replace_first(out: Any, tensor: Tensor) -> Any:
+def replace_first(out: Any, tensor: Tensor) -> Any:
     """Return `tensor` in the place of `first_tensor(out)`. The rest of a tuple is dropped."""
     if not isinstance(out, tuple):
         return tensor

@@ -101,12 +101,13 @@ class SequencePart:
             part["deepstack_visual_embeds"] = [each[own_numbers] for each in features_by_layer]
         return part
 
-    def cut(self, whole_BT: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part, [B, t, …], of [B, T, …]."""
+    def cut(self, whole_BT: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """Return a rank's part, [B, t, …], of [B, T, …]. `rank`: of the group; None: this one."""
         # Not by a list of places: torch would copy it to the device, and the host would wait.
         by_stretch = whole_BT.unflatten(1, (self.stretch_count, -1))
         stretches = by_stretch.unbind(1)
-        own = [stretches[number] for number in self.stretches[self.index]]
+        numbers = self.stretches[self.index if rank is None else rank]
+        own = [stretches[number] for number in numbers]
         return torch.cat(own, 1)
 
     def places(self, places_M: npt.NDArray[np.int64], like_BT: torch.Tensor) -> torch.Tensor:
@@ -130,20 +131,20 @@ class SequencePart:
         """
         if part_Bt.dtype == torch.bool:
             # gloo has no collectives for bool.
-            whole_as_bytes = self._gather(part_Bt.to(torch.uint8))
+            whole_as_bytes = self.gather_values(part_Bt.to(torch.uint8))
             return whole_as_bytes.bool()
         whole_BT: torch.Tensor = _Gathered.apply(part_Bt, self)
         return whole_BT
 
-    def _gather(self, part_Bt: torch.Tensor) -> torch.Tensor:
-        """Return [B, T] from each rank's [B, t], without a gradient. Collective."""
+    def gather_values(self, part_Bt: torch.Tensor) -> torch.Tensor:
+        """Return [B, T, …] from each rank's [B, t, …], without a gradient. Collective."""
         all_NBt = part_Bt.new_empty((self.parts, *part_Bt.shape))
         dist.all_gather(list(all_NBt.unbind()), part_Bt.contiguous(), group=self.group)
         # Rank by rank, each with its stretches: their numbers in the order that they arrive in.
         gathered_numbers: list[int] = []
         for numbers in self.stretches:
             gathered_numbers += numbers
-        by_row = all_NBt.transpose(0, 1).flatten(1)
+        by_row = all_NBt.transpose(0, 1).flatten(1, 2)
         gathered = by_row.unflatten(1, (self.stretch_count, -1)).unbind(1)
         in_order = []
         for number in range(self.stretch_count):
@@ -181,12 +182,12 @@ class _Total(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """`SequencePart._gather`, whose backward takes each rank's own part of the gradient."""
+    """`SequencePart.gather_values`, whose backward takes each rank's own part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, part_Bt: torch.Tensor, part: SequencePart) -> torch.Tensor:
         ctx.part = part
-        return part._gather(part_Bt.detach())
+        return part.gather_values(part_Bt.detach())
 
     @staticmethod
     def backward(ctx: Any, grad_BT: torch.Tensor) -> tuple[torch.Tensor, None]:

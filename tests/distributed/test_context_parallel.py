@@ -18,9 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from drumline.models.attention import use_document_attention
+from drumline.models.recurrent_trial import separate_recurrent_layers
 from tests.checkpoint_ranks import run
 from tests.harness import Sections
 from tests.tiny import tiny_vision_dir
+from tests.unit.test_attention import layout
+from tests.unit.test_recurrent import MODELS
+from tests.unit.test_recurrent import build as build_hybrid
 
 SIZES = {
     "hidden_size": 32,
@@ -63,6 +68,7 @@ KINDS: dict[str, Sections] = {
     },
     "gpt2": {"model_type": "gpt2", **GPT2},
 }
+HYBRIDS = [kind for kind in MODELS if kind != "jamba"]
 RING = ["llama", "qwen3, one head of keys"]
 # Image tokens of the rows of `batch_with_images`, each with the place of the first and the patches
 # in time, height and width.
@@ -179,9 +185,7 @@ def distance(
     from torch.distributed.device_mesh import init_device_mesh
 
     from drumline.engine.context_parallel import apply_context_parallel
-    from drumline.models.attention import use_document_attention
     from drumline.models.head import ForwardWithObjective
-    from tests.unit.test_attention import layout
 
     whole = ForwardWithObjective(copy.deepcopy(model))
     parted = ForwardWithObjective(model)
@@ -286,6 +290,23 @@ def all_with_images(folder: str, ring: bool) -> dict[str, float]:
     return distances
 
 
+def hybrids_apart(ring: bool) -> dict[str, float]:
+    """The distances of hybrid models, whose recurrent layers run on whole rows on each rank."""
+    if ring:
+        cpu_kernel_for_torchs_ring()
+        model = build_hybrid("qwen3_5_text")
+        return {"ring": distance(model, made_batch(packed=False), "ring", packed=False)}
+    distances = {}
+    for kind in HYBRIDS:
+        model = build_hybrid(kind)
+        distances[kind] = distance(model, made_batch(packed=False), "ulysses", packed=False)
+        model = build_hybrid(kind)
+        use_document_attention(model, layout())
+        separate_recurrent_layers(model, "cpu")
+        distances[f"{kind}, packed"] = distance(model, made_batch(packed=True), "ulysses", True)
+    return distances
+
+
 REFUSED: dict[str, Sections] = {
     "not go through transformers' attention interface": {
         "model_type": "bloom",
@@ -293,10 +314,15 @@ REFUSED: dict[str, Sections] = {
         "n_layer": 1,
         "n_head": 4,
     },
-    "its layers of kind conv mix tokens without attention": {
-        "model_type": "lfm2",
-        **SIZES,
-        "layer_types": ["conv", "full_attention"],
+    "does not go through transformers' attention interface with sdpa": {
+        "model_type": "mamba2",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 8,
+        "n_groups": 1,
+        "vocab_size": 64,
     },
 }
 
@@ -349,6 +375,19 @@ def test_rows_with_images_compute_what_one_process_does(tmp_path: Path, ring: bo
 @pytest.mark.full
 def test_parts_by_documents_compute_what_one_process_does_under_a_mask() -> None:
     all_near(run(2, all_by_documents, timeout=110))
+
+
+@pytest.mark.claim("context parallelism runs recurrent layers on whole rows")
+@pytest.mark.parametrize(
+    ("ranks", "ring"),
+    [
+        pytest.param(2, False, id="2 ranks"),
+        pytest.param(2, True, id="2 ranks, ring", marks=pytest.mark.full),
+        pytest.param(4, False, id="4 ranks", marks=pytest.mark.full),
+    ],
+)
+def test_hybrid_models_in_parts_compute_what_one_process_does(ranks: int, ring: bool) -> None:
+    all_near(run(ranks, hybrids_apart, ring, timeout=200))
 
 
 @pytest.mark.claim("tensor and context parallelism train each kind of model")
