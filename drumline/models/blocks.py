@@ -234,7 +234,10 @@ def reason_against_context_parallelism(model: Any) -> str:
     supports_sdpa = getattr(model, "_supports_sdpa", False)
     if not (supports_interface and supports_sdpa):
         return "its attention does not go through transformers' attention interface with sdpa"
-    unknown = _layer_kinds(model) - ATTENTION_LAYERS - LAYERS_WITHOUT_ATTENTION - {HYBRID_LAYER}
+    known = {*ATTENTION_LAYERS, "mlp", "moe"}
+    if has_recurrent_layers(model):
+        known |= {*LAYERS_WITHOUT_ATTENTION, HYBRID_LAYER}
+    unknown = _layer_kinds(model) - known
     if unknown:
         return f"its layers of kind {min(unknown)} are not known to run on parts or on whole rows"
     return ""

@@ -25,7 +25,8 @@ def directly_read_layers(model: nn.Module) -> list[nn.Module]:
     """Return the linear layers of a model whose weight the module around them reads itself."""
     found: list[nn.Module] = []
     for module in model.modules():
-        for name in read_children(type(module)):
+        owner: Any = type(module)
+        for name in read_children(owner):
             layer = getattr(module, name, None)
             # An adapter is looked through: the class that reads its `weight` is the same.
             base = getattr(layer, "base_layer", layer)
@@ -91,5 +92,6 @@ def _name_of_child(node: ast.AST) -> str | None:
 
 def _is_type_test(node: ast.AST) -> bool:
     """Return whether an expression is a call of `isinstance`."""
-    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    return is_call and node.func.id == "isinstance"
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return False
+    return node.func.id == "isinstance"

@@ -774,7 +774,14 @@ ENGINES = (
     "zero2 2, accumulation 4",
     "zero3 2, nothing kept whole, accumulation 4",
 )
-HYBRIDS = ("fsdp2 2", "pp 2, gpipe", "zero3 2, nothing kept whole, accumulation 4")
+HYBRIDS = (
+    "fsdp2 2",
+    "pp 2, gpipe",
+    "zero3 2, nothing kept whole, accumulation 4",
+    "cp 2",
+    "cp 2, activation checkpointing",
+    "fsdp2 2 x cp 2",
+)
 PACKED: Sections = {
     "data": {"packing": True, "max_length": 96},
     "rows": 120,

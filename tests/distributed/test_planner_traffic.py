@@ -13,7 +13,7 @@ from drumline.plan.plan import Plan
 from drumline.planner.cost.traffic import flows
 from tests.distributed import setups
 from tests.distributed.promises import facts_of
-from tests.distributed.rows import CUT, LOW, ROWS, Row
+from tests.distributed.rows import CHECKPOINTED, CUT, LOW, ROWS, Row
 from tests.distributed.setups import EIGHT_BY_FOUR, case, chosen_params, merge, plan_run, train
 from tests.harness import WORDS, Sections, column, write_config, write_rows
 from tests.tiny import tiny_architecture_dir, tiny_model_dir
@@ -210,4 +210,18 @@ def test_layers_may_keep_their_matrices_transposed(tmp_path: Path) -> None:
     tiny_architecture_dir(tmp_path / "model", "gpt2")
     run_rows(tmp_path, TRANSPOSED)
     for row in TRANSPOSED:
+        assert_predicted(tmp_path, row)
+
+
+RECURRENT = [
+    Row("cp", 2, {"strategy": "cp"}),
+    Row("cp, activation checkpointing", 2, {"strategy": "cp", **CHECKPOINTED}),
+]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "granitemoehybrid"])
+def test_recurrent_layers_gather_whole_rows(kind: str, tmp_path: Path) -> None:
+    tiny_architecture_dir(tmp_path / "model", kind)
+    run_rows(tmp_path, RECURRENT)
+    for row in RECURRENT:
         assert_predicted(tmp_path, row)

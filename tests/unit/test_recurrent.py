@@ -70,6 +70,11 @@ MAMBA = {
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {**HYBRID, **DELTA},
     "qwen3_next": {**HYBRID, **DELTA, **EXPERTS, "shared_expert_intermediate_size": 24},
+    "olmo_hybrid": {
+        **HYBRID,
+        "layer_types": ["linear_attention", "full_attention"],
+        "pad_token_id": 0,
+    },
     "lfm2": {**HYBRID, "layer_types": ["conv", "full_attention"]},
     # As many layers as it has multipliers of its feed-forward parts.
     "falcon_h1": {**HYBRID, **MAMBA, "mamba_d_ssm": 64},

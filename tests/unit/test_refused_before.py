@@ -42,8 +42,13 @@ SMALL = {
             "lfm2",
             {"layer_types": ["conv", "full_attention"]},
             {"kind": "ddp", "cp": 2},
-            "layers of kind conv mix tokens without attention: a rank has a part of each row, and"
-            " lacks the state in which the part before it ends",
+            "",
+        ),
+        (
+            "minimax",
+            {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
+            {"kind": "cp"},
+            "layers of kind linear_attention are not known to run on parts or on whole rows",
         ),
         ("llama", {}, {"kind": "cp"}, ""),
         ("llama", {}, {"kind": "pp"}, ""),

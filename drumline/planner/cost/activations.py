@@ -20,6 +20,11 @@ from drumline.plan.attention import choose_by_facts
 from drumline.plan.estimate import Activations
 from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.plan import Layout
+from drumline.planner.cost.recurrent import (
+    is_convolution,
+    recurrent_layers,
+    rows_of_recurrent_layers,
+)
 from drumline.planner.cost.terms import (
     FP32_BYTES,
     LOW_BYTES,
@@ -215,9 +220,11 @@ def _layers_of(weights: tuple[Weight, ...]) -> _Layers:
     """Sort the weights of a block by what they do."""
     linear = []
     experts = []
-    mixers = _recurrent_layers(weights)
+    # They are counted like attention: their inner width is that of queries, and all else that they
+    # multiply is that of keys and values.
+    mixers = recurrent_layers(weights)
     for weight in weights:
-        if _is_convolution(weight):
+        if is_convolution(weight):
             continue
         if len(weight.shape) == 3:
             if "lora_" not in weight.name:
@@ -246,30 +253,10 @@ def _is_first_factor_of_experts(weight: Weight) -> bool:
     return len(weight.shape) == 3 and ".lora_A." in weight.name
 
 
-def _is_convolution(weight: Weight) -> bool:
-    """Return whether a weight is of a convolution along the sequence."""
-    return weight.owners[-1:] == ("Conv1d",)
-
-
-def _recurrent_layers(weights: tuple[Weight, ...]) -> tuple[str, ...]:
-    """Return how the names of weights in a block's recurrent layers begin.
-
-    Each of these layers has a convolution along the sequence. They are counted like attention:
-    their inner width is that of queries, and all else that they multiply is that of keys and values.
-    """
-    prefixes = []
-    for weight in weights:
-        if _is_convolution(weight):
-            layer, _, _ = weight.name.rpartition(".")
-            mixer, _, _ = layer.rpartition(".")
-            prefixes.append(f"{mixer}.")
-    return tuple(prefixes)
-
-
 def _mixes_tokens(weight: Weight, mixers: tuple[str, ...]) -> bool:
     """Return whether a weight lies in attention, or in a recurrent layer.
 
-    `mixers`: see `_recurrent_layers`.
+    `mixers`: see `cost.recurrent.recurrent_layers`.
     """
     if weight.name.startswith(mixers):
         return True
@@ -410,6 +397,9 @@ class Setup(NamedTuple):
     is_offloaded: bool
     # The same on a GPU alone: on a CPU the memory of host and device is one, so nothing leaves it.
     offloads_to_host: bool
+    # How many times a rank's part of a row is there around the feed-forward part, as a mean over
+    # blocks. Above 1, recurrent layers run on whole rows.
+    rows_around: float
 
     @property
     def entry_bytes(self) -> int:
@@ -466,6 +456,7 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
         mlp_chunk=_mlp_chunk(layout),
         is_offloaded=is_offloaded,
         offloads_to_host=is_offloaded and layout.device == "cuda",
+        rows_around=rows_of_recurrent_layers(facts, layout.mesh.cp),
     )
     return _activations(facts, setup)
 
@@ -630,6 +621,9 @@ def _activations(facts: ModelFacts, setup: Setup) -> Activations:
     stream = whole_stream / setup.stream_parts
     saved = _saved_without_recomputation(facts, block, setup)
     live = _live_without_recomputation(block, setup)
+    if setup.rows_around > 1:
+        saved = saved._replace(around=saved.around * setup.rows_around)
+        live = _Live(live.forward * setup.rows_around, live.backward * setup.rows_around)
     in_norm = _live_in_norm(block, setup, saved.feed_forward)
     live = _Live(live.forward, max(live.backward, in_norm))
     everything = saved.around

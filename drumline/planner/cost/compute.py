@@ -19,6 +19,7 @@ from drumline.plan.plan import Layout
 from drumline.plan.rule import packed_bits
 from drumline.planner.cost import fitted
 from drumline.planner.cost.memory import as_stored
+from drumline.planner.cost.recurrent import mixing_blocks
 from drumline.planner.cost.terms import LOW_BYTES, PRECISION_BYTES
 
 
@@ -218,6 +219,8 @@ def _all_product_flops(layout: Layout, facts: ModelFacts, recomputed: float) -> 
     """
     is_chunked = bool(layout.config.memory.mlp_chunk)
     products = product_flops(facts, layout.activation_checkpointing, recomputed, is_chunked)
+    # Ranks of context parallelism share a row, but each one runs recurrent layers on all of it.
+    products *= 1 + (layout.mesh.cp - 1) * mixing_blocks(facts).recurrent_share
     products += Passes(scoring_flops(layout, facts), 0.0)
     if layout.device != "cuda":
         # The surplus was fitted to GPUs.

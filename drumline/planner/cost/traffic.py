@@ -25,6 +25,7 @@ from drumline.plan.facts import (
 from drumline.plan.plan import Layout
 from drumline.planner.cost.memory import as_stored
 from drumline.planner.cost.optimizers import optimizer_exchange
+from drumline.planner.cost.recurrent import mixing_blocks
 from drumline.planner.cost.terms import (
     FP32_BYTES,
     PRECISION_BYTES,
@@ -598,15 +599,14 @@ def context(volume: CommunicationVolume, layout: Layout, facts: ModelFacts, head
 
     Ring attention: the least that it could send, which is keys and values once around in forward,
     and with their gradients in backward.
+
+    Recurrent layers: the hidden states of whole rows are gathered, and their gradients go back.
     """
     ranks = layout.mesh.cp
     if ranks == 1:
         return
     micro_batches = layout.batch.accumulation
-    blocks = len(facts.block_weights)
-    if facts.vision_language:
-        # Blocks of the tower are not cut: each rank runs them on all images.
-        blocks = facts.layers
+    blocks = mixing_blocks(facts).attention
     tokens = layout.rows * layout.max_length / ranks * micro_batches
     # Of one head.
     head_entries = tokens * facts.head_dim
@@ -632,12 +632,33 @@ def context(volume: CommunicationVolume, layout: Layout, facts: ModelFacts, head
         hops = (passes + blocks) * (ranks - 1)
         sent = hops * head_entries * 2 * heads * bytes_per_entry
         volume.add("p2p", sent, ranks, "cp", passes * micro_batches)
+    _rows_of_recurrent_layers(volume, layout, facts, tokens)
     _context_outputs(volume, layout, tokens, head, facts.hidden)
     if facts.trains_router:
         # The router loss needs whole documents: the router's logits are gathered, layer by layer.
         layers = _layers_with_experts(facts)
         logits = bytes_per_entry * tokens * facts.experts * layers
         volume.add("all_gather", logits, ranks, "cp", layers * micro_batches)
+
+
+def _rows_of_recurrent_layers(
+    volume: CommunicationVolume, layout: Layout, facts: ModelFacts, tokens: float
+) -> None:
+    """Add the flows of recurrent layers under context parallelism, which run on whole rows.
+
+    `tokens`: of a rank's parts in a step.
+    """
+    ranks = layout.mesh.cp
+    micro_batches = layout.batch.accumulation
+    layers = mixing_blocks(facts).recurrent
+    # The forward, and the one that backward repeats.
+    forwards = layers
+    if layout.activation_checkpointing != "none":
+        forwards = 2 * layers
+    part = stream_entry_bytes(layout) * tokens * facts.hidden
+    volume.add("all_gather", forwards * part, ranks, "cp", forwards * micro_batches)
+    # Each rank has a gradient of the whole rows.
+    volume.add("all_to_all", layers * ranks * part, ranks, "cp", layers * micro_batches)
 
 
 def _context_outputs(
