@@ -46,17 +46,20 @@ $(VLLM)/.done: tests/servers/install.py | setup-dev
 servers: setup-dev $(VLLM)/.done
 	$(BIN)/python -m pytest --full --durations=30 tests/servers
 
-# The packages verifiers and openenv over those of .venv, of which they replace some. With 200 MB this is not for CI.
+# The packages verifiers, openenv and sentence-transformers over those of .venv, of which they replace some. With 300 MB
+# this is not for CI.
 ENVIRONMENTS := .venv-environments
 $(ENVIRONMENTS)/.done: constraints.txt | setup-dev
 	@test -x $(ENVIRONMENTS)/bin/python || { echo "setting up $(ENVIRONMENTS) (once)"; $(BIN)/python -m venv $(ENVIRONMENTS); }
 	@for place in $(ENVIRONMENTS)/lib/python*/site-packages; do \
 		$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$place/base.pth; done
-	@$(ENVIRONMENTS)/bin/pip install -qq --disable-pip-version-check --no-compile 'verifiers>=0.3,<0.4' openenv
+	@$(ENVIRONMENTS)/bin/pip install -qq --disable-pip-version-check --no-compile 'verifiers>=0.3,<0.4' openenv \
+		'sentence-transformers>=6,<7'
 	@touch $@
 
 environments: setup-dev $(ENVIRONMENTS)/.done
-	PYTHONPATH=$(CURDIR) $(ENVIRONMENTS)/bin/python -m pytest --durations=10 tests/unit/test_verifiers.py tests/unit/test_openenv.py
+	PYTHONPATH=$(CURDIR) $(ENVIRONMENTS)/bin/python -m pytest --durations=10 tests/unit/test_verifiers.py tests/unit/test_openenv.py \
+		tests/unit/test_retrieval_export.py
 
 # Three workers on two cores: while one waits for its processes, the others compute. CI is killed after 90 minutes: before that, what hangs
 # is named. Python cannot interrupt a test that hangs within C (a collective, say): its worker ends a minute after pytest's own limit.

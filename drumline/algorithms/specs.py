@@ -182,8 +182,6 @@ class RetrievalSpec(AlgorithmSpec):
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset()
     library: ClassVar[str] = "sentence-transformers"
     writes: ClassVar[bool] = False
-    # Whether a query and a text stand in one row, into which both must fit.
-    joins_texts: ClassVar[bool] = False
     negatives: int = Field(
         0,
         ge=0,

@@ -125,6 +125,8 @@ class AlgorithmSpec(Spec):
     # Whether the trained model writes on behind a prompt. Otherwise it gives scores or classes, or
     # reads the prompt by an encoder.
     writes: ClassVar[bool] = True
+    # Whether a query and a text stand in one row, into which both must fit.
+    joins_texts: ClassVar[bool] = False
     # The library that loads an export, and what it does, as a model's card on the hub names both.
     library: ClassVar[str] = "transformers"
     task: ClassVar[str | None] = None

@@ -412,6 +412,9 @@ def _save_tokenizer_or_processor(plan: Plan, model: ModelConfig, module: Any, fo
         if padding_id is None or padding_id in end_ids(tokenizer):
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(_padding_id(tokenizer))
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    if plan.config.algorithm.joins_texts:
+        # sentence-transformers would render a pair of texts as a conversation, which scores otherwise.
+        tokenizer.chat_template = None
     tokenizer.save_pretrained(folder)
     if model.chat_template is not None:
         _add_ends(getattr(module, "generation_config", None), end_ids(tokenizer))

@@ -1,7 +1,6 @@
 """Embedding models: InfoNCE and its gradient, the ranking of a held-out set, rows, refusals, files.
 
-The values were also compared once with sentence-transformers 6.2: losses, gradients and metrics are
-equal to fp32's rounding.
+test_retrieval_export.py compares losses and gradients with those of sentence-transformers.
 """
 
 from __future__ import annotations

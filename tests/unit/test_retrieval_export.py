@@ -13,8 +13,10 @@ from tokenizers.processors import TemplateProcessing
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from drumline.algorithms.embed.contrast import InfoNCE
 from drumline.algorithms.embed.objective import pooling_weights
 from drumline.algorithms.embed.spec import EmbedConfig
+from drumline.algorithms.rerank.objective import listwise_loss, pointwise_loss
 from drumline.checkpoint.save import Checkpointer
 from drumline.config.model import ModelConfig
 from drumline.data.cache import TokenCache
@@ -43,6 +45,12 @@ BERT = {
 HELD_OUT = 6
 RERANK = {"kind": "rerank", "negatives": 2}
 EMBED = {"kind": "embed", "negatives": 2, "query_prompt": "q: ", "document_prompt": "d: "}
+
+
+def require_peer() -> Any:
+    """Return sentence-transformers; without it the test is skipped."""
+    reason = "sentence_transformers is not installed: make environments"
+    return pytest.importorskip("sentence_transformers", reason=reason)
 
 
 def make_run(root: Path, kind: str, algorithm: Sections) -> tuple[Plan, Any]:
@@ -137,7 +145,7 @@ def test_transformers_gives_the_scores_of_a_reranker(
 def test_sentence_transformers_gives_the_scores_of_a_reranker(
     reranker: tuple[Path, torch.Tensor],
 ) -> None:
-    library = pytest.importorskip("sentence_transformers")
+    library = require_peer()
     folder, expected = reranker
     model = library.CrossEncoder(str(folder), device="cpu")
     pairs = pairs_of_rows()
@@ -201,10 +209,65 @@ def test_the_exported_config_has_the_dropout_of_the_model(tmp_path: Path) -> Non
 
 
 def test_sentence_transformers_gives_the_embeddings(embedder: Embedder) -> None:
-    library = pytest.importorskip("sentence_transformers")
+    library = require_peer()
     rows = retrieval_rows(HELD_OUT, seed=1)
     reader = library.SentenceTransformer(str(embedder.folder), device="cpu")
     queries = reader.encode([row["query"] for row in rows], prompt_name="query")
     answers = reader.encode([row["positive"] for row in rows], prompt_name="document")
     found = torch.cat([torch.as_tensor(queries), torch.as_tensor(answers)])
     torch.testing.assert_close(found.float(), embedder.expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sentence_transformers_has_the_same_losses_of_a_reranker(
+    reranker: tuple[Path, torch.Tensor],
+) -> None:
+    require_peer()
+    from sentence_transformers import CrossEncoder
+    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss, ListNetLoss
+
+    folder, _ = reranker
+    model = CrossEncoder(str(folder), device="cpu")
+    for row in retrieval_rows(HELD_OUT, seed=1):
+        texts = [row["positive"], *row.get("negative", [])]
+        queries = [row["query"]] * len(texts)
+        answers = torch.tensor([1.0] + [0.0] * (len(texts) - 1))
+        with torch.no_grad():
+            logits_PC = model.predict(
+                list(zip(queries, texts, strict=True)),
+                activation_fn=torch.nn.Identity(),
+                convert_to_tensor=True,
+            )[None]
+            pointwise = BinaryCrossEntropyLoss(model)([queries, texts], answers)
+            # Its targets are a softmax of the labels, here 1 for the positive and 0 for all others.
+            listwise = ListNetLoss(model)([[row["query"]], [texts]], [1e4 * answers])
+        present_PC = torch.ones_like(logits_PC, dtype=torch.bool)
+        own_pointwise = pointwise_loss(logits_PC, present_PC)[0]
+        own_listwise = listwise_loss(logits_PC, present_PC)[0]
+        torch.testing.assert_close(own_pointwise, pointwise, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(own_listwise, listwise, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(), (4, 8)])
+def test_sentence_transformers_has_the_same_loss_of_embeddings(sizes: tuple[int, ...]) -> None:
+    """Also with Matryoshka sizes, whose losses are added to that of all numbers."""
+    require_peer()
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    samples, texts, width = 7, 4, 16
+    draw = torch.Generator().manual_seed(0)
+    embeddings_NRD = torch.randn(samples, texts, width, generator=draw, dtype=torch.float64)
+    ids_NR = torch.arange(samples * texts, dtype=torch.float64).view(samples, texts)
+    own = InfoNCE(0.05, normalize=True, sizes=sizes).compare(embeddings_NRD, ids_NR, True)
+
+    leaf_NRD = embeddings_NRD.clone().requires_grad_()
+    ranking: Any = MultipleNegativesRankingLoss(None, scale=20.0)
+    loss = torch.zeros((), dtype=torch.float64)
+    for size in (width, *sizes):
+        columns = list(leaf_NRD[..., :size].unbind(1))
+        loss = loss + ranking.compute_loss_from_embeddings(columns, None)
+    loss.backward()
+
+    # Theirs is a mean over the samples.
+    torch.testing.assert_close(own.loss_N.sum() / samples, loss.detach())
+    assert leaf_NRD.grad is not None
+    torch.testing.assert_close(own.gradient_NRD / samples, leaf_NRD.grad)
