@@ -47,8 +47,10 @@ PROMPT_CHARACTERS = 40
 TEXT_CHARACTERS = 100
 # How many samples are shown of a step that went wrong.
 SAMPLE_IDS_SHOWN = 8
-# The metric of a mixture that is shown: the tokens of the fullest expert over the mean of its layer.
-LOAD = "expert_load_max"
+# The metric of a mixture that is shown: for each layer the tokens of its fullest expert over the mean.
+LOADS = "expert_load_max_by_layer"
+# The most blocks in the line of layers. Of more layers, neighbours share a block.
+LAYERS_SHOWN = 32
 # Characters of an operator's name in the table of a profile.
 OPERATOR_WIDTH = 44
 # Least characters of a score's name in the summary.
@@ -61,7 +63,11 @@ MIB = 2**20
 
 def spark(values: list[float]) -> str:
     """Return the last 24 values as a line of blocks, the lowest value as the lowest block."""
-    shown = values[-SPARK_VALUES:]
+    return bars(values[-SPARK_VALUES:])
+
+
+def bars(shown: list[float]) -> str:
+    """Return values as a line of blocks, one for each, the lowest value as the lowest block."""
     low = min(shown)
     spread = max(shown) - low
     if not spread > 0:
@@ -73,6 +79,18 @@ def spark(values: list[float]) -> str:
         height = (value - low) / spread
         blocks += SPARKS[int(height * highest)]
     return blocks
+
+
+def _load_line(loads: list[float]) -> str:
+    """Return a line on how evenly the routers of a mixture use experts, with a block for each layer.
+
+    `loads`: for each layer the tokens of its fullest expert over the mean of its experts.
+    """
+    group = math.ceil(len(loads) / LAYERS_SHOWN)
+    by_block = [max(loads[first : first + group]) for first in range(0, len(loads), group)]
+    least = _format_number(min(loads), ".3g")
+    most = _format_number(max(loads), ".3g")
+    return f"fullest of each layer {bars(by_block)}  {least} to {most} × the mean"
 
 
 def trend(values: list[float]) -> str:
@@ -316,8 +334,9 @@ class Progress:
             f"ETA {self._eta()}",
             f"memory {self._format_memory()}",
         ]
-        if LOAD in event.metrics:
-            load = _format_number(event.metrics[LOAD], ".3g")
+        loads = event.metrics.get(LOADS)
+        if loads:
+            load = _format_number(max(loads), ".3g")
             columns.append(f"load {load}")
         if event.sent_bytes:
             sent = size(event.sent_bytes)
@@ -733,10 +752,9 @@ class Progress:
             table.add_row("sent", f"{mean} per rank and step")
         norm = _format_number(now.grad_norm)
         table.add_row("rate", _text(f"lr {now.lr:.3g} · gradient norm {norm}"))
-        load = now.metrics.get(LOAD)
-        if load is not None:
-            ratio = _format_number(load, ".3g")
-            table.add_row("experts", _text(f"fullest of a layer: {ratio} × the mean"))
+        loads = now.metrics.get(LOADS)
+        if loads:
+            table.add_row("experts", _text(_load_line(loads)))
         table.add_row("memory", self._format_memory())
         if self.save:
             table.add_row("saved", _saved_line(self.save))

@@ -28,6 +28,7 @@ from drumline.models.router_load import (
 )
 from drumline.report.details import experts
 from drumline.report.facts import RunFacts
+from drumline.report.progress import _load_line
 from drumline.report.sections import ChartRegistry
 from drumline.telemetry.events import Event
 from drumline.telemetry.trackers import metrics
@@ -261,3 +262,12 @@ def test_the_load_is_on_the_page_the_display_and_in_trackers(tmp_path: Path) -> 
     }
     _, text = told({**step(1), **figures})
     assert "load 1.5" in text
+
+
+def test_the_live_display_has_a_block_for_each_layer() -> None:
+    loads = [1.0, 1.5, 4.5, 8.0]
+
+    assert _load_line(loads) == "fullest of each layer ▁▁▄█  1 to 8 × the mean"
+    # Two layers share a block, which is that of the fuller one.
+    many = _load_line([1.0, 2.0] * 16 + [3.0, 1.0])
+    assert many == f"fullest of each layer {'▁' * 16}█  1 to 3 × the mean"
