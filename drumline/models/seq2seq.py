@@ -22,8 +22,11 @@ from drumline.models.router import trains_router
 from drumline.models.small import is_close, try_small
 from drumline.plan.facts import ModelFacts
 
-# The reason in refusals of strategies that cut a model over ranks.
-UNCUT = "it has an encoder and a decoder"
+# The reasons in refusals of strategies that cut a model over ranks.
+WHOLE_HEADS = "the keys of its cross-attention are of the encoder, and only self-attention is cut"
+WHOLE_ROWS = "its decoder attends to the encoder's whole text, of which other ranks have parts"
+WHOLE_STACKS = "each block of its decoder reads the encoder's result, and stages pass on one tensor"
+TWO_STREAMS = "it has two residual streams, of the encoder and of the decoder"
 
 
 class Headless:
@@ -201,8 +204,8 @@ def encoder_decoder_facts(model: Any, facts: ModelFacts, length: int) -> ModelFa
         encoder_decoder=True,
         # A bias that is trained is added to all scores, which kernels in tiles cannot do.
         keeps_scores=facts.keeps_scores or has_bias,
-        tp_failure=UNCUT,
-        whole_sequences=UNCUT,
-        uncut=UNCUT,
-        whole_stream=UNCUT,
+        tp_failure=WHOLE_HEADS,
+        whole_sequences=WHOLE_ROWS,
+        uncut=WHOLE_STACKS,
+        whole_stream=TWO_STREAMS,
     )
