@@ -607,7 +607,9 @@ def _logits(model: Any, plan: Plan) -> Any:
     Of a model without a head these are its hidden states, float[1, T, D]. A vision-language model
     also gets an image.
     """
-    inputs = _trial_inputs(model, plan)
+    # PEFT's class around a model does not tell what the model reads.
+    own = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inputs = _trial_inputs(own, plan)
     with torch.no_grad():
         outputs = model.eval()(**inputs)
     if plan.config.head == "embedding":
