@@ -35,16 +35,21 @@ class Kind(NamedTuple):
 
 
 PURE = {"kind": "bf16", "master": "bf16"}
+# A stage of a pipeline has the routers of some layers alone, a rank that cuts the stream some tokens.
+NO_ROUTER_LOSS: Sections = {"model": {"config": {"output_router_logits": False}}}
 KINDS = {
     # Weights, gradients and moments in bf16, and a sum over experts in another order.
     "bf16, stochastic": Kind({"precision": PURE}, 3e-2),
-    # A stage of a pipeline has the routers of some layers alone.
-    "bf16, without a router loss": Kind(
-        {"precision": PURE, "model": {"config": {"output_router_logits": False}}}, 3e-2
-    ),
+    "bf16, without a router loss": Kind({"precision": PURE, **NO_ROUTER_LOSS}, 3e-2),
     "bf16, kahan": Kind({"precision": {**PURE, "rounding": "kahan"}}, 3e-2),
     "4bit": Kind({"adapter": {"kind": "lora", "quantize": "4bit"}}, 1e-5),
     "8bit": Kind({"adapter": {"kind": "lora", "quantize": "8bit"}}, 1e-5),
+    "4bit, without a router loss": Kind(
+        {"adapter": {"kind": "lora", "quantize": "4bit"}, **NO_ROUTER_LOSS}, 1e-5
+    ),
+    "8bit, without a router loss": Kind(
+        {"adapter": {"kind": "lora", "quantize": "8bit"}, **NO_ROUTER_LOSS}, 1e-5
+    ),
     "4bit, bf16": Kind({"adapter": {"kind": "lora", "quantize": "4bit"}, "precision": PURE}, 3e-2),
 }
 SPREADS: dict[str, tuple[int, Any]] = {
@@ -55,14 +60,26 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "fsdp2, ep 2 x pp 2": (4, {"kind": "fsdp2", "ep": 2, "pp": 2}),
     "fsdp2, ep 2 x tp 2": (4, {"kind": "fsdp2", "ep": 2, "tp": 2}),
     "tp 2": (2, "tp"),
+    "tp 2, whole stream": (2, {"kind": "tp", "sequence_parallel": False}),
+    "fsdp2 2 x tp 2": (4, {"kind": "fsdp2", "tp": 2}),
 }
-# Spreads of one kind alone; it has no others.
-IN_PARTS = ("fsdp2, ep 2 x pp 2", "fsdp2, ep 2 x tp 2", "tp 2")
-OFTEN = [("bf16, stochastic", "ep 2"), ("4bit", "ep 2")]
+# Spreads of the kinds without a router loss, which have no others.
+IN_PARTS = (
+    "fsdp2, ep 2 x pp 2",
+    "fsdp2, ep 2 x tp 2",
+    "tp 2",
+    "tp 2, whole stream",
+    "fsdp2 2 x tp 2",
+)
+OFTEN = [
+    ("bf16, stochastic", "ep 2"),
+    ("4bit", "ep 2"),
+    ("4bit, without a router loss", "tp 2"),
+]
 
 
 def spreads_of(kind: str) -> list[str]:
-    if kind == "bf16, without a router loss":
+    if kind.endswith("without a router loss"):
         return list(IN_PARTS)
     return [name for name in SPREADS if name not in ("single", *IN_PARTS)]
 
@@ -112,6 +129,14 @@ def test_numbers_are_near_and_bytes_as_planned(runs: Path, kind: str, name: str)
         case("bf16, stochastic", "fsdp2 2 x ep 2", "single", id="bf16", full=True),
         case("bf16, kahan", "single", "ep 2", id="kahan", full=True),
         case("4bit", "ep 2", "fsdp2 2 x ep 2", id="4bit", full=True),
+        case("4bit, without a router loss", "tp 2", "single", id="4bit, tp", full=True),
+        case(
+            "8bit, without a router loss",
+            "fsdp2 2 x tp 2",
+            "fsdp2, ep 2 x tp 2",
+            id="8bit, tp",
+            full=True,
+        ),
     ],
 )
 def test_goes_on_under_another(runs: Path, kind: str, a: str, b: str) -> None:
