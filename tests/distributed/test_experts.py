@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from drumline.models.export import export
 from tests.distributed.promises import held_as_planned
 from tests.distributed.setups import (
     SHORT,
@@ -19,6 +22,8 @@ from tests.distributed.setups import (
     plan_in,
     run_of,
     same_steps,
+    slug,
+    train,
     train_kinds,
 )
 from tests.harness import Sections, column
@@ -121,6 +126,43 @@ def test_numbers_are_near_and_bytes_as_planned(runs: Path, kind: str, name: str)
     losses = column(run, "loss")
     assert losses[-1] < losses[0]
     held_as_planned(run, ("parameters", "optimizer"))
+
+
+@pytest.mark.full
+def test_exports_are_those_of_one_process(tmp_path: Path) -> None:
+    """The adapter of packed experts and layers that two ranks have cut, and the merged model."""
+    model = tiny_architecture_dir(
+        tmp_path / "model", "mixtral", layers=2, output_router_logits=False
+    )
+    sections = merge(
+        SHORT,
+        {"run": {"steps": 2}, "optimizer": {"lr": 3e-3, "eps": 1e-4}},
+        KINDS["4bit"].sections,
+    )
+    runs = []
+    for spread in ("single", "tp 2"):
+        ranks, strategy = SPREADS[spread]
+        plan = plan_in(tmp_path, slug(spread), ranks, model, strategy=strategy, **sections)
+        train([plan])
+        runs.append(plan.parent)
+    alone, cut = runs
+    for adapter in (False, True):
+        expected = tensors_of(alone, adapter)
+        found = tensors_of(cut, adapter)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def tensors_of(run: Path, adapter: bool) -> dict[str, torch.Tensor]:
+    """Return all tensors of a run's export."""
+    folder = run / f"export-{adapter}"
+    export(run, folder, which="last", adapter=adapter)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    assert tensors
+    return tensors
 
 
 @pytest.mark.parametrize(
