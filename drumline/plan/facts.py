@@ -105,8 +105,12 @@ class ModelFacts:
     hidden: int
     heads: int = 1
     kv_heads: int = 1
-    # Entries of an attention head.
+    # Entries of an attention head of queries and keys, and of one of values; 0: of values the same.
     head_dim: int = 0
+    value_dim: int = 0
+    # Entries of a token that a cache of compressed keys and values has in a layer (multi-head latent
+    # attention); 0 if it has whole keys and values.
+    latent_dim: int = 0
     # Styles in the tensor-parallel plan that transformers has for the model; empty if it has none.
     tp_styles: frozenset[str] = frozenset()
     # Under this plan, a rank has a part of the attention heads.
@@ -197,6 +201,11 @@ class ModelFacts:
                 self.vocab_size,
             )
         )
+
+    @property
+    def size_of_values(self) -> int:
+        """Return the entries of an attention head of values."""
+        return self.value_dim or self.head_dim
 
     @property
     def trainable(self) -> int:
