@@ -126,7 +126,7 @@ class StrategyConfig(Spec):
     # The collective by which ranks exchange weights once in several steps; None if gradients are
     # averaged in each step instead.
     exchange: ClassVar[Collective | None] = None
-    # Whether it works with the packed weights of QLoRA, without tp.
+    # Whether it works with the packed weights of QLoRA.
     takes_packed: ClassVar[bool] = False
     # Without tp, cp and pp: whether each rank holds all weights.
     whole_weights: ClassVar[bool] = True

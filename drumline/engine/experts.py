@@ -159,7 +159,7 @@ def _cut_tensors(holder: Any, mesh: DeviceMesh) -> None:
         placed = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
         holder.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
     for packing in packings_of(holder).values():
-        packing.cut_experts(mesh.get_local_rank(), mesh.size())
+        packing.cut(0, mesh.get_local_rank(), mesh.size())
 
 
 def cast_experts_under_autocast(model: nn.Module) -> None:

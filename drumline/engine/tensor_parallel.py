@@ -55,6 +55,7 @@ from drumline.models.blocks import (
 )
 from drumline.models.containers import product_dtype
 from drumline.models.cut_trial import modules_with_partial_gradients
+from drumline.models.packed import PackedLinear
 from drumline.models.router_load import note_tensor_parallelism
 from drumline.plan.facts import COLUMN_PARALLEL, TP_STYLES
 from drumline.plan.plan import Plan
@@ -408,7 +409,7 @@ def _shard_linear(
     Raises PlanError for any other kind of layer.
     """
     is_transposed = _is_transposed(layer)
-    if not (isinstance(layer, nn.Linear) or is_transposed):
+    if not (isinstance(layer, nn.Linear | PackedLinear) or is_transposed):
         raise PlanError(
             f"{type(layer).__name__} is no linear layer",
             where="tp_plan",
@@ -418,14 +419,23 @@ def _shard_linear(
     dimension_of_outputs = 1 if is_transposed else 0
     dimension_of_inputs = 1 - dimension_of_outputs
     if is_column_parallel:
-        _shard_parameter(layer, "weight", mesh, Shard(dimension_of_outputs))
+        _shard_weight(layer, mesh, dimension_of_outputs)
         if layer.bias is not None:
             _shard_parameter(layer, "bias", mesh, Shard(0))
         run = _column_parallel_forward
     else:
-        _shard_parameter(layer, "weight", mesh, Shard(dimension_of_inputs))
+        _shard_weight(layer, mesh, dimension_of_inputs)
         run = _row_parallel_forward
     layer.forward = _with_options(run, layer, style, mesh, sequence_sharding)
+
+
+def _shard_weight(layer: Any, mesh: DeviceMesh, dimension: int) -> None:
+    """Shard the weight of a linear layer along a dimension, also if it is packed."""
+    if isinstance(layer, PackedLinear):
+        layer.packing.cut(dimension, mesh.get_local_rank(), mesh.size())
+        _shard_parameter(layer, "packed", mesh, Shard(dimension))
+    else:
+        _shard_parameter(layer, "weight", mesh, Shard(dimension))
 
 
 def _with_options(function: Callable[..., Any], *options: Any) -> Callable[..., Any]:
@@ -462,13 +472,10 @@ def _column_parallel_forward(
     if sequence_sharding is None:
         x = _redistribute(x, mesh, Replicate(), Replicate(), Partial())
     bias = None if layer.bias is None else local(layer.bias)
-    out = nn.functional.linear(x, _local_matrix(layer), bias)
+    out = _local_product(layer, x, bias)
     if style == "colwise":
         return out
-    outputs = layer.weight.shape[0]
-    if _is_transposed(layer):
-        outputs = layer.weight.shape[1]
-    shape = (*out.shape[:-1], outputs)
+    shape = (*out.shape[:-1], _outputs(layer))
     grad = None if sequence_sharding is None else Partial()
     return _redistribute(out, mesh, Shard(out.ndim - 1), Replicate(), grad, shape)
 
@@ -482,13 +489,12 @@ def _row_parallel_forward(
     float[..., inputs]. The result is float[..., outputs]; with sequence parallelism of this rank's
     tokens, otherwise of all.
     """
-    matrix = _local_matrix(layer)
     if style != "rowwise":
         if sequence_sharding is None:
             x = _redistribute(x, mesh, Replicate(), Shard(x.ndim - 1))
         else:
-            x = x.narrow(-1, first_row(x.shape[-1], mesh), matrix.shape[1])
-    product = nn.functional.linear(x, matrix)
+            x = x.narrow(-1, first_row(x.shape[-1], mesh), _local_inputs(layer))
+    product = _local_product(layer, x)
     if sequence_sharding is None:
         out = _redistribute(product, mesh, Partial(), Replicate())
     else:
@@ -500,7 +506,19 @@ def _row_parallel_forward(
 
 def _is_transposed(layer: Any) -> bool:
     """Return whether a layer's weight is [inputs, outputs], as GPT-2's are."""
+    if isinstance(layer, PackedLinear):
+        return layer.has_inputs_first
     return type(layer).__name__ == "Conv1D"
+
+
+def _local_product(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the product of inputs with this rank's part of a layer's weight, plus a bias."""
+    if not isinstance(layer, PackedLinear):
+        return nn.functional.linear(x, _local_matrix(layer), bias)
+    product = layer.multiply(x)
+    if bias is None:
+        return product
+    return product + bias.to(product.dtype)
 
 
 def _local_matrix(layer: Any) -> Tensor:
@@ -509,6 +527,20 @@ def _local_matrix(layer: Any) -> Tensor:
     if _is_transposed(layer):
         return weight.T
     return weight
+
+
+def _local_inputs(layer: Any) -> int:
+    """Return how many inputs this rank's part of a layer's weight has."""
+    if isinstance(layer, PackedLinear):
+        return layer.packing.local_shape[0 if layer.has_inputs_first else 1]
+    return _local_matrix(layer).shape[1]
+
+
+def _outputs(layer: Any) -> int:
+    """Return how many outputs a layer has over all ranks."""
+    if isinstance(layer, PackedLinear):
+        return layer.out_features
+    return int(layer.weight.shape[1 if _is_transposed(layer) else 0])
 
 
 def _shard_vocabulary(embedding: nn.Module, head: nn.Module | None, mesh: DeviceMesh) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,7 +133,7 @@ def use_document_attention(model: Any, layout: Layout, on_host: bool = False) ->
     from transformers import AttentionInterface, AttentionMaskInterface
 
     text_config = model.config.get_text_config()
-    head_dim = _head_dim(text_config)
+    head_dim = head_sizes(text_config).queries
     has_caps = has_soft_caps(text_config)
     implementation = model.config._attn_implementation
     has_dropout = has_score_dropout(text_config)
@@ -154,18 +154,37 @@ def use_document_attention(model: Any, layout: Layout, on_host: bool = False) ->
     model.set_attn_implementation(name)
 
 
-def _head_dim(text_config: Any) -> int:
-    """Return the size of a model's largest attention heads.
+class HeadSizes(NamedTuple):
+    """The entries of a model's largest attention heads.
 
-    0 if it is not in the config: then a kernel fails its trial (`_works`), and each document is
-    computed by itself.
+    `queries`: of queries and keys. `values`: of values, and so of the outputs. `latent`: the
+    entries that a cache of compressed keys and values has of a token for all heads together
+    (multi-head latent attention, DeepSeek-V2, 2024); 0 if it has whole keys and values.
     """
+
+    queries: int
+    values: int
+    latent: int = 0
+
+
+def head_sizes(text_config: Any) -> HeadSizes:
+    """Return the sizes of a model's attention heads.
+
+    They are 0 if they are not in the config: then a kernel fails its trial (`_works`), and each
+    document is computed by itself.
+    """
+    value_size = getattr(text_config, "v_head_dim", None)
+    without_positions = getattr(text_config, "qk_nope_head_dim", None)
+    if value_size and without_positions is not None:
+        # `head_dim` of such a config is the part of a head that has rotary positions.
+        with_positions = text_config.qk_rope_head_dim
+        latent = text_config.kv_lora_rank + with_positions
+        return HeadSizes(without_positions + with_positions, value_size, latent)
     largest: int = max(size or 0 for size in values_by_layer(text_config, "head_dim"))
     heads = getattr(text_config, "num_attention_heads", None)
-    if largest or not heads:
-        return largest
-    width: int = getattr(text_config, "hidden_size", 0)
-    return width // heads
+    if not largest and heads:
+        largest = getattr(text_config, "hidden_size", 0) // heads
+    return HeadSizes(largest, value_size or largest)
 
 
 def has_soft_caps(text_config: Any) -> bool:

@@ -21,7 +21,7 @@ from drumline.config.registry import nearest
 from drumline.errors import ModelError
 from drumline.foreign import first_line, translate_exceptions
 from drumline.models import adapters
-from drumline.models.attention import has_score_dropout, has_soft_caps
+from drumline.models.attention import has_score_dropout, has_soft_caps, head_sizes
 from drumline.models.blocks import (
     common_facts,
     count_entries,
@@ -337,11 +337,11 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     layers = int(text_config.num_hidden_layers)
     hidden = int(text_config.hidden_size)
     heads = int(text_config.num_attention_heads)
-    # The largest, if layers differ.
-    head_dim = 0
-    for size in values_by_layer(text_config, "head_dim"):
-        head_dim = max(head_dim, int(size or hidden // heads))
-    width = heads * head_dim
+    sizes = head_sizes(text_config)
+    kv_heads = _kv_heads(text_config, heads)
+    if sizes.latent:
+        # Each head has keys and values of its own, which are made of what all share.
+        kv_heads = heads
     positions = getattr(text_config, "max_position_embeddings", None)
     # Other models are causal, and need no mask.
     sees_later_tokens = head in ("text", "embedding") and is_bidirectional(model)
@@ -354,8 +354,10 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         flops_per_image_token = tower_flops(model)
     experts = _experts_of(text_config)
     products = _product_flops(model, experts, has_tower)
-    # A mean over all layers, of which some may have no attention.
-    attention_flops = 12 * width * length * layers_with_attention(model) / layers
+    # Scores and their products with values, each of two FLOPs in forward and four in backward. A
+    # mean over all layers, of which some may have no attention.
+    width = heads * (sizes.queries + sizes.values)
+    attention_flops = 6 * width * length * layers_with_attention(model) / layers
     if not expert_modules(model):
         # Without a module that holds all experts of a layer, strategies cannot treat it as a
         # mixture.
@@ -374,8 +376,10 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=_kv_heads(text_config, heads),
-        head_dim=head_dim,
+        kv_heads=kv_heads,
+        head_dim=sizes.queries,
+        value_dim=0 if sizes.values == sizes.queries else sizes.values,
+        latent_dim=sizes.latent,
         embedding_parameters=outside_blocks - count_entries(only_in_head),
         head_parameters=count_entries(head_parameters),
         attention_flops=float(attention_flops),

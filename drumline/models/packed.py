@@ -3,7 +3,8 @@
 They work under every strategy. The codes of a weight are the bits of a parameter whose type is the
 one in which weights are gathered, as in FSDP-QLoRA. So sharding and gathering move these bits and
 cast nothing. The scales are whole on each rank; they take an eighth of a bit for each entry of the
-weight.
+weight. Tensor and expert parallelism cut the codes alone, so a rank's part has the values that it
+has in the whole weight, even if the cut goes through a block of entries that share a scale.
 
 - 4bit is the format of bitsandbytes: NormalFloat in blocks of 64 entries along the rows, two codes
   a byte. The mean of the blocks' scales is subtracted from them. The rest is stored in bytes of
@@ -19,7 +20,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from torch.nn import functional
 
 from drumline.errors import ModelError
 from drumline.models.containers import product_dtype
+from drumline.plan.facts import divides_when_packed
 
 # Entries of a 4-bit weight that share a scale.
 BLOCK = 64
@@ -51,6 +53,47 @@ Bits = Literal["4bit", "8bit"]
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+class _Stretches(NamedTuple):
+    """Where the entries that a rank holds lie in a whole weight, whose entries are counted row by row.
+
+    There are `number` stretches of `length` entries. The first one begins at entry `start`, each
+    other one `stride` entries after the one before it.
+    """
+
+    start: int
+    number: int
+    stride: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """The entry behind the last one."""
+        return self.start + (self.number - 1) * self.stride + self.length
+
+    def run_length(self, block: int) -> int:
+        """Return the entries of a run. The stretches consist of equal runs, each within one block.
+
+        `block`: the entries that share a scale.
+        """
+        return math.gcd(self.start, self.stride, self.length, block)
+
+    def scales_of_runs(self, scales: torch.Tensor, block: int) -> torch.Tensor:
+        """Return the scale of each run of `run_length(block)` entries, fp32[runs].
+
+        `scales`: fp32[blocks], those of the blocks from that of the first entry on.
+        """
+        run = self.run_length(block)
+        if self.number == 1 and run == block:
+            # The blocks are whole and in a row.
+            return scales
+        first_block = self.start // block
+        device = scales.device
+        starts = self.start + self.stride * torch.arange(self.number, device=device)
+        within = torch.arange(0, self.length, run, device=device)
+        entries = starts[:, None] + within
+        return scales[entries.flatten() // block - first_block]
+
+
 class PackedTensor:
     """How a weight is packed: its bits, its shape and its scales. It has no codes.
 
@@ -65,9 +108,11 @@ class PackedTensor:
         self.storage = storage
         # These are no buffers: DDP would send buffers before each step.
         self.scales: tuple[torch.Tensor, ...] = ()
-        # Which part of a mixture's experts this rank holds, of how many equal parts.
+        # The shape of this rank's part of the weight, and which of the equal parts along
+        # `cut_dimension` it is.
+        self.local_shape = self.shape
+        self.cut_dimension = 0
         self.part = 0
-        self.parts = 1
 
     @property
     def parameter_name(self) -> str:
@@ -81,35 +126,36 @@ class PackedTensor:
         bits_per_entry = int(self.bits.removesuffix("bit"))
         return torch.Size((*ahead, columns * bits_per_entry // 8 // self.storage.itemsize))
 
-    def cut_experts(self, part: int, parts: int) -> None:
-        """Note that this rank holds the codes of one of some equal parts of the experts.
+    def cut(self, dimension: int, part: int, parts: int) -> None:
+        """Note that this rank holds the codes of one of some equal parts of a dimension.
 
         The scales stay whole, as they are for any cut of a weight: 256 of them share another one,
-        which may be of several ranks' experts. Raises ModelError if a part does not fill whole
-        blocks of scales.
+        which may be of several ranks' parts. Raises ModelError if the dimension does not divide
+        into parts of whole codes.
         """
-        if self.shape.numel() % (parts * GROUP):
+        size = self.shape[dimension]
+        if not divides_when_packed(self.shape, dimension, parts):
             raise ModelError(
-                f"{self.name} of the experts does not divide into {parts} parts with whole blocks"
-                " of scales",
+                f"{size} entries of a packed {self.name} do not divide into {parts} parts of whole codes",
                 where="adapter.quantize",
-                fix="use a smaller strategy.ep, or adapter.quantize=none",
+                fix="use strategy=fsdp2, or adapter.quantize=none",
             )
+        local_shape = list(self.shape)
+        local_shape[dimension] = size // parts
+        self.local_shape = torch.Size(local_shape)
+        self.cut_dimension = dimension
         self.part = part
-        self.parts = parts
 
-    @property
-    def local_shape(self) -> torch.Size:
-        """The shape of the experts that this rank holds; of a layer that of the whole weight."""
-        return torch.Size((self.shape[0] // self.parts, *self.shape[1:]))
-
-    def _local_range(self, entries_per_row: int) -> tuple[int, int]:
-        """Return the first row of this rank's experts, and that behind the last.
-
-        Rows are of so many entries of the whole weight end to end.
-        """
-        rows = self.shape.numel() // entries_per_row // self.parts
-        return self.part * rows, (self.part + 1) * rows
+    def _local_stretches(self) -> _Stretches:
+        """Return where the entries that this rank holds lie in the whole weight."""
+        number = 1
+        stride = 0
+        if self.cut_dimension == len(self.shape) - 1 and self.local_shape != self.shape:
+            # A part of each row.
+            number = self.shape[:-1].numel()
+            stride = self.shape[-1]
+        length = self.local_shape.numel() // number
+        return _Stretches(self.part * length, number, stride, length)
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Pack a whole weight: keep its scales and return its codes, in the type of storage."""
@@ -121,9 +167,9 @@ class PackedTensor:
         return codes.view(self.storage).view(self.packed_shape)
 
     def unpack(self, dtype: torch.dtype, packed: torch.Tensor) -> torch.Tensor:
-        """Return the unpacked weight in `dtype`. `packed`: its codes, which must be whole.
+        """Return this rank's part of the unpacked weight in `dtype`; the whole one if nothing is cut.
 
-        Of experts that are cut over ranks these are the rank's own.
+        `packed`: the codes of that part.
         """
         codes = packed.detach().view(torch.uint8)
         # The scales are no buffers, so `model.to(device)` leaves them behind.
@@ -135,9 +181,11 @@ class PackedTensor:
     def _unpack_8bit(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight of codes, uint8[…, C], as `_pack_8bit` packed it."""
         (scales_of_all,) = self.scales
-        first_row, last_row = self._local_range(GROUP)
-        scales = scales_of_all[first_row:last_row]
-        grouped = codes.view(torch.int8).view(-1, GROUP)
+        stretches = self._local_stretches()
+        first_block = stretches.start // GROUP
+        last_block = -(-stretches.stop // GROUP)
+        scales = stretches.scales_of_runs(scales_of_all[first_block:last_block], GROUP)
+        grouped = codes.view(torch.int8).view(len(scales), -1)
         weight = torch.empty(grouped.shape, dtype=dtype, device=codes.device)
         for first in range(0, len(grouped), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
@@ -146,28 +194,33 @@ class PackedTensor:
 
     def _unpack_4bit(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight of codes, uint8[…, C / 2], as `_pack_4bit` packed it."""
-        scales = self._scales_of_blocks()
-        block_count = len(scales)
-        if codes.is_cuda and _has_kernel():
+        stretches = self._local_stretches()
+        scales = stretches.scales_of_runs(self._scales_of_blocks(stretches), BLOCK)
+        run_length = stretches.run_length(BLOCK)
+        if codes.is_cuda and run_length == BLOCK and _has_kernel():
             from bitsandbytes.functional import QuantState, dequantize_4bit
 
             table = _code_table(codes.device)
             state = QuantState(scales, self.local_shape, table, BLOCK, "nf4", dtype)
             weight: torch.Tensor = dequantize_4bit(codes.view(-1, 1), state)
             return weight
-        bytes_of_blocks = codes.view(block_count, -1)
-        unpacked = torch.empty(block_count, BLOCK, dtype=dtype, device=codes.device)
-        for first in range(0, block_count, ROWS_AT_ONCE):
+        bytes_of_runs = codes.view(len(scales), -1)
+        unpacked = torch.empty(len(scales), run_length, dtype=dtype, device=codes.device)
+        for first in range(0, len(scales), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
             # One look-up for the two codes of a byte.
-            pairs = _pair_table(codes.device)[bytes_of_blocks[rows].int()]
+            pairs = _pair_table(codes.device)[bytes_of_runs[rows].int()]
             unpacked[rows] = pairs.flatten(1) * scales[rows, None]
         return unpacked.view(self.local_shape)
 
-    def _scales_of_blocks(self) -> torch.Tensor:
-        """Return the scale of each 4-bit block that this rank holds, fp32[blocks]."""
+    def _scales_of_blocks(self, stretches: _Stretches) -> torch.Tensor:
+        """Return the scales of the 4-bit blocks from that of the first entry on, fp32[blocks].
+
+        They go to the block of the last entry.
+        """
         numbers, largest, mean = self.scales
-        first_block, last_block = self._local_range(BLOCK)
+        first_block = stretches.start // BLOCK
+        last_block = -(-stretches.stop // BLOCK)
         # The groups of 256 scales that these blocks are in, the first and the last perhaps in part.
         first_group = first_block // GROUP
         last_group = -(-last_block // GROUP)
@@ -220,22 +273,29 @@ class PackedLinear(nn.Module):
         return self.packing.pack_weight(weight)
 
     def unpack(self, dtype: torch.dtype, packed: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the unpacked weight, [R, C] in `dtype`.
+        """Return the unpacked weight, [R, C] in `dtype`; if it is cut, this rank's part.
 
-        `packed`: the codes to unpack; None: those that this layer holds, which must be whole.
+        `packed`: the codes to unpack; None: those that this layer holds, which must be gathered.
         """
         if packed is None:
-            packed = self.packed
+            packed = _local_part(self.packed)
         return self.packing.unpack(dtype, packed)
 
     @torch.compiler.disable
+    def multiply(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return inputs @ weightᵀ in autocast's type, else in that of the inputs.
+
+        If the weight is cut, that is the product with this rank's part.
+        """
+        product: torch.Tensor = _Product.apply(inputs.to(product_dtype(inputs)), self)
+        return product
+
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return inputs @ weightᵀ + bias in autocast's type, else in that of the inputs."""
-        dtype = product_dtype(inputs)
-        out: torch.Tensor = _Product.apply(inputs.to(dtype), self)
+        out = self.multiply(inputs)
         if self.bias is None:
             return out
-        return out + self.bias.to(dtype)
+        return out + self.bias.to(out.dtype)
 
 
 class _Product(torch.autograd.Function):
@@ -301,11 +361,14 @@ def _local_codes(base: Any, packing: PackedTensor) -> torch.Tensor:
 
     A forward over cut experts replaces their DTensor, a backward finds it in its place.
     """
-    codes: Any = getattr(base, packing.parameter_name)
+    return _local_part(getattr(base, packing.parameter_name))
+
+
+def _local_part(codes: torch.Tensor) -> torch.Tensor:
+    """Return the codes that this rank holds; codes that are not cut, as they are."""
     if isinstance(codes, DTensor):
         return codes.to_local()
-    local: torch.Tensor = codes
-    return local
+    return codes
 
 
 class _ExpertProduct(torch.autograd.Function):

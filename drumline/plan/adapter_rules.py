@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from drumline.config.algorithm import TeachingSpec
 from drumline.config.config import LoRAConfig
 from drumline.config.refusal import Refusal
+from drumline.plan.facts import cut_dimension, divides_when_packed, is_packed
 from drumline.plan.rule import Case, is_data_parallel_only, packed_bits
 
 
@@ -89,11 +90,7 @@ def _adapts_embedding(case: Case) -> bool:
 def _quantization(case: Case) -> Iterator[Refusal]:
     """Yield refusals of frozen weights that QLoRA packs."""
     key = "adapter.quantize"
-    if case.mesh.tp > 1:
-        reason = (
-            "scales belong to blocks along whole rows of a weight, and a rank has parts of some"
-        )
-        yield Refusal("QLoRA × tp", reason, "use strategy=fsdp2, or adapter.quantize=none", key)
+    yield from _packed_parts(case)
     if not case.strategy.takes_packed:
         yield Refusal(
             f"QLoRA × {case.strategy.kind}",
@@ -109,6 +106,26 @@ def _quantization(case: Case) -> Iterator[Refusal]:
             "use strategy=ddp, or adapter.quantize=none",
             key,
         )
+
+
+def _packed_parts(case: Case) -> Iterator[Refusal]:
+    """Yield refusals of packed weights that tensor parallelism would cut within a code."""
+    tp = case.mesh.tp
+    if case.facts is None or tp == 1:
+        return
+    for block, _ in case.facts.kinds_of_blocks:
+        for weight in block:
+            dimension = cut_dimension(weight)
+            if dimension is None or not is_packed(weight):
+                continue
+            if not divides_when_packed(weight.shape, dimension, tp):
+                size = weight.shape[dimension]
+                yield Refusal(
+                    f"QLoRA × tp {tp}",
+                    f"{size} entries of {weight.name} do not divide into {tp} parts of whole codes",
+                    "use a smaller tp, strategy=fsdp2, or adapter.quantize=none",
+                    "adapter.quantize",
+                )
 
 
 def _export(case: Case) -> Iterator[Refusal]:

@@ -108,8 +108,12 @@ class ModelFacts:
     hidden: int
     heads: int = 1
     kv_heads: int = 1
-    # Entries of an attention head.
+    # Entries of an attention head of queries and keys, and of one of values; 0: of values the same.
     head_dim: int = 0
+    value_dim: int = 0
+    # Entries of a token that a cache of compressed keys and values has in a layer (multi-head latent
+    # attention); 0 if it has whole keys and values.
+    latent_dim: int = 0
     # Styles in the tensor-parallel plan that transformers has for the model; empty if it has none.
     tp_styles: frozenset[str] = frozenset()
     # Under this plan, a rank has a part of the attention heads.
@@ -202,6 +206,11 @@ class ModelFacts:
                 self.vocab_size,
             )
         )
+
+    @property
+    def size_of_values(self) -> int:
+        """Return the entries of an attention head of values."""
+        return self.value_dim or self.head_dim
 
     @property
     def trainable(self) -> int:
@@ -298,6 +307,17 @@ def is_packable(shape: tuple[int, ...]) -> bool:
     return shape[-1] % PACKED_COLUMNS == 0 and math.prod(shape) % PACKED_BLOCK == 0
 
 
+def divides_when_packed(shape: tuple[int, ...], dimension: int, parts: int) -> bool:
+    """Return whether a dimension of a packed weight divides into equal parts of whole codes.
+
+    The last dimension is that of the columns, of which a code has several.
+    """
+    smallest = 1
+    if dimension == len(shape) - 1:
+        smallest = PACKED_COLUMNS
+    return shape[dimension] % (parts * smallest) == 0
+
+
 def is_packed(weight: Weight) -> bool:
     """Return whether a weight is packed in a run that packs frozen layers and experts (QLoRA)."""
     if weight.trainable or weight.position != "block" or weight.is_read_directly:
@@ -351,10 +371,13 @@ def _blocks_ahead(facts: ModelFacts) -> int:
 
 
 @lru_cache(maxsize=1024)
-def packed_scales(facts: ModelFacts, model_part: PipelinePart, bits: int) -> tuple[int, int]:
+def packed_scales(
+    facts: ModelFacts, model_part: PipelinePart, bits: int, tp: int
+) -> tuple[int, int]:
     """Return the bytes of scales of a part's packed layers, and the entries of the largest layer.
 
-    The layout of the scales is that of models.packed.
+    The entries are those on one of `tp` tensor-parallel ranks, which all have the scales of whole
+    layers. The layout of the scales is that of models.packed.
     """
     scales = 0
     largest = 0
@@ -362,7 +385,7 @@ def packed_scales(facts: ModelFacts, model_part: PipelinePart, bits: int) -> tup
         if is_packed(weight):
             # Of experts that are cut over ranks each rank has the scales of all.
             scales += number * _scale_bytes(weight.numel * weight.ep_degree, bits)
-            largest = max(largest, weight.numel)
+            largest = max(largest, local_numel(weight, tp, shards=1))
     return scales, largest
 
 

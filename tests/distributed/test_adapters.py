@@ -80,7 +80,7 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "tp 2": (2, "tp"),
 }
 # Of these a tensor-parallel rank has no part.
-WHOLE = ("dora", "bit", "tokens")
+WHOLE = ("dora", "tokens")
 NOT_PURE = ("zero3 2", "zero2 2", "cp 2", "pp 2", "tp 2")
 OFTEN = ("fsdp2 2", "zero3 2")
 # With --full.
@@ -121,6 +121,7 @@ WAYS = [
     ("single", "zero3 2"),
     ("zero3 2", "ddp 2"),
     ("ddp 2", "fsdp2 2"),
+    ("tp 2", "single"),
 ]
 
 
@@ -129,7 +130,7 @@ def moves() -> list[Any]:
     for kind in KINDS:
         for a, b in WAYS:
             if not is_refused(kind, a) and not is_refused(kind, b):
-                often = b == "single" and kind not in REST
+                often = (a, b) == ("fsdp2 2", "single") and kind not in REST
                 found.append(case(kind, a, b, id=f"{kind}-{a} to {b}", full=not often))
     return found
 

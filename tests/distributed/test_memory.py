@@ -139,6 +139,10 @@ ROWS: dict[str, Row] = {
     "fsdp2, 4bit, bf16": Row(
         {"kind": "fsdp2"}, 2, LOW | {"adapter": {"kind": "lora", "quantize": "4bit"}}, within=0.12
     ),
+    "tp, 4bit": Row({"kind": "tp"}, 2, {"adapter": {"kind": "lora", "quantize": "4bit"}}),
+    "qwen3_moe, tp, 8bit": Row(
+        {"kind": "tp"}, 2, {**mixture("qwen3_moe"), "adapter": {"kind": "lora", "quantize": "8bit"}}
+    ),
     "single, 4bit, pure bf16, full": Row(
         SINGLE, 1, PURE | FULL | {"adapter": {"kind": "lora", "quantize": "4bit"}}
     ),
@@ -229,6 +233,8 @@ REST = (
     "pp, accumulation 16, full",
     "single, pure bf16, kahan, full",
     "single, dora",
+    "tp, 4bit",
+    "qwen3_moe, tp, 8bit",
     "single, plain logits",
     "single, selective",
     "single, full, offloaded",

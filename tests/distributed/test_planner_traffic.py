@@ -225,3 +225,47 @@ def test_recurrent_layers_gather_whole_rows(kind: str, tmp_path: Path) -> None:
     run_rows(tmp_path, RECURRENT)
     for row in RECURRENT:
         assert_predicted(tmp_path, row)
+
+
+# Heads of queries and keys are larger than those of values, and than `head_dim` of the config.
+LATENT = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 12}
+CP = {"strategy": "cp"}
+RECOMPUTED = {"memory": {"activation_checkpointing": "full"}}
+OF_LATENT_ATTENTION = [
+    Row("cp of deepseek_v3", 2, CP),
+    Row("cp of deepseek_v3, bf16", 2, {**CP, "precision": "bf16"}),
+    Row("cp of deepseek_v3, pure bf16", 2, {**CP, "precision": PURE}),
+    Row("cp of deepseek_v3, activation checkpointing", 2, {**CP, **RECOMPUTED}),
+    Row("fsdp2 x cp of deepseek_v3", 4, {"strategy": {"kind": "fsdp2", "cp": 2}}),
+    Row("ep x cp of deepseek_v3", 4, {"strategy": {"kind": "ddp", "ep": 2, "cp": 2}}),
+    Row("cp x tp of deepseek_v3", 4, {"strategy": {"kind": "ddp", "cp": 2, "tp": 2}}),
+]
+
+
+@pytest.mark.full
+def test_heads_may_have_two_sizes(tmp_path: Path) -> None:
+    """Multi-head latent attention, whose heads cross the ranks of cp."""
+    tiny_architecture_dir(tmp_path / "model", "deepseek_v3", **LATENT)
+    run_rows(tmp_path, OF_LATENT_ATTENTION)
+    for row in OF_LATENT_ATTENTION:
+        assert_predicted(tmp_path, row)
+
+
+PACKED = {"adapter": {"kind": "lora", "r": 4, "quantize": "4bit"}}
+OF_PACKED_WEIGHTS = [
+    Row("tp, 4bit", 2, {"strategy": "tp", **PACKED}),
+    Row("fsdp2 x tp, 4bit", 4, {"strategy": {"kind": "fsdp2", "tp": 2}, **PACKED}),
+    Row(
+        "fsdp2 x tp, 4bit, bf16",
+        4,
+        {"strategy": {"kind": "fsdp2", "tp": 2}, "precision": "bf16", **PACKED},
+    ),
+]
+
+
+@pytest.mark.full
+def test_packed_weights_are_sent_as_codes(tmp_path: Path) -> None:
+    tiny_model_dir(tmp_path / "model", hidden=64)
+    run_rows(tmp_path, OF_PACKED_WEIGHTS)
+    for row in OF_PACKED_WEIGHTS:
+        assert_predicted(tmp_path, row)

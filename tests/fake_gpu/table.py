@@ -38,6 +38,8 @@ class Row:
     architecture: str = "llama"  # or one of the names below, or one of tests.tiny.ARCHITECTURES
     # The CPU trains with the same strategy on as many processes: what it learns hangs on them.
     is_held_against_ranks: bool = False
+    # The model learns from a teacher, which is in no section: only the test knows its folder.
+    has_teacher: bool = False
     continues: str = ""  # the name of the row whose checkpoint of the middle it goes on from
     counted_step: int = QUIET_STEP
     devices_of_rank: int = 1
@@ -206,7 +208,14 @@ USUAL = ("one device", "ddp 2", "fsdp2 2", "tp 2", "pp 2")
 work("packed", "bf16", PACKED, "one device", "ddp 2", "fsdp2 2", "zero2 2")
 work("packed", "bf16", PACKED, "tp 2", "pp 2", "fsdp2 2 x tp 2")
 work("lora", "bf16", {**PACKED, **LORA}, *USUAL, "zero3 2")
-for strategy, bits in (("one device", "4bit"), ("one device", "8bit"), ("fsdp2 2", "4bit")):
+PACKED_IN_BITS = (
+    ("one device", "4bit"),
+    ("one device", "8bit"),
+    ("fsdp2 2", "4bit"),
+    ("tp 2", "4bit"),
+    ("tp 2", "8bit"),
+)
+for strategy, bits in PACKED_IN_BITS:
     quantized = {"adapter": {**LORA["adapter"], "quantize": bits}}
     work(f"qlora {bits}", "bf16", quantized, strategy, tolerance=3e-2)
 work("fp16", "fp16", {}, *USUAL, "zero2 2")
@@ -253,6 +262,10 @@ ALGORITHMS: dict[str, Sections] = {
     "kto": {"kind": "kto", "loss_chunk": 32},
     "grpo": {"kind": "grpo", "group_size": 4, **ROLLOUT},
     "ppo": {"kind": "ppo", "epochs": 2, **ROLLOUT},
+    "online dpo": {"kind": "online_dpo", "group_size": 4, **ROLLOUT},
+    "distill": {"kind": "distill", "loss_chunk": 32, "top_k": 8},
+    "distill, live": {"kind": "distill", "loss_chunk": 32, "top_k": 0, "log_probs": "live"},
+    "gkd": {"kind": "gkd", **ROLLOUT},
     "embed": {"kind": "embed", "negatives": 1, "matryoshka": [16]},
     "rerank": {"kind": "rerank", "negatives": 2},
 }
@@ -263,6 +276,7 @@ for name, algorithm in ALGORITHMS.items():
     fields: dict[str, Any] = {"tolerance": 1e-4, "architecture": architecture}
     if name == "ppo":
         fields["counted_step"] = STEP_WITH_ROLLOUT
+    fields["has_teacher"] = algorithm["kind"] in ("distill", "gkd")
     work(name, "fp32", numbers, "one device", "fsdp2 2", **fields)
 
 DEEPSEEK: dict[str, Any] = {"architecture": "deepseek_v3"}
@@ -288,5 +302,5 @@ for name in BY_NAME:
         PAGEABLE[name] = f"{NORM}, and leaves the rotary embedding's frequencies in host memory"
     elif name.startswith("zero"):
         PAGEABLE[name] = NORM
-    elif name.endswith(("grpo, fp32", "ppo, fp32")):
+    elif name.endswith(("grpo, fp32", "ppo, fp32", "online dpo, fp32", "gkd, fp32")):
         PAGEABLE[name] = "transformers' generate copies the id of padding, once a batch of prompts"

@@ -17,6 +17,7 @@ import pytest
 from tests.distributed.ranks import run_plans
 from tests.distributed.rows import engine_of
 from tests.distributed.setups import merge
+from tests.distributed.test_distill import teacher_dir
 from tests.fake_gpu.ledger_file import LedgerFile, ledger_path
 from tests.fake_gpu.running import NEEDS_STAND_IN, claim_plan, machine, run_ranks
 from tests.fake_gpu.table import (
@@ -160,7 +161,17 @@ class Runs:
             "run": {"device": device},
             "data": {"cache_dir": str(self.root / "cache")},
         }
+        if row.has_teacher:
+            # Each run asks the teacher itself, whose numbers are kept beside the tokens.
+            places["data"]["cache_dir"] = str(folder / "cache")
+            places["algorithm"] = {"teacher": {"id": str(self._teacher())}}
         return write_config(folder, self._model(row), **merge(BASE, *sections, places))
+
+    def _teacher(self) -> Path:
+        folder = self.root / "teacher"
+        if folder.exists():
+            return folder
+        return teacher_dir(self.root)
 
     def _model(self, row: Row) -> Path:
         folder = self.root / f"{row.architecture}-{row.layers}"

@@ -26,7 +26,7 @@ class Reason:
 
 # A step after a checkpoint has nothing left to read: the numbers were read for the checkpoint.
 WITHOUT_CHECKPOINT = tuple(row.name for row in COUNTED if "checkpoint" not in row.sections)
-ROLLOUTS = ("*, grpo, *", "*, ppo, *")
+ROLLOUTS = ("*, grpo, *", "*, ppo, *", "*, online dpo, *", "*, gkd, *")
 ZERO = ("zero*",)
 ON_HOST = ("one device, optimizer offloaded", "fsdp2 2, optimizer offloaded")
 FSDP2_OFFLOADED = ("fsdp2 2, everything offloaded",)
@@ -120,7 +120,7 @@ REASONS = [
     Reason("rl/generate.py:_generate_batch < rl/generate.py:generate", ROLLOUTS, GENERATE),
     Reason(
         "rl/generate.py:_prefill_shared_prompts < rl/generate.py:_prompt_arguments",
-        ("fsdp2 2, grpo, *",),
+        ("fsdp2 2, grpo, *", "fsdp2 2, online dpo, *"),
         "transformers asks whether a prompt is padded, where prompts that repeat are computed once",
     ),
     Reason(
@@ -129,8 +129,14 @@ REASONS = [
         "log-probabilities and values of what was sampled: advantages are computed on the host",
     ),
     Reason(
+        "rl/reading.py:read < rl/rollouts.py:_add_model_outputs",
+        ("*, online dpo, *",),
+        "log-probabilities of what was sampled, by the policy and the reference: they are kept for"
+        " all steps of the rollout",
+    ),
+    Reason(
         "rl/reading.py:read < rl/sampler_check.py:_mean_difference",
-        ("fsdp2 2, grpo, *", "fsdp2 2, ppo, *"),
+        tuple(f"fsdp2 2{pattern[1:]}" for pattern in ROLLOUTS),
         "log-probabilities of a probe of the sampler, compared on the host after each hand-over",
     ),
     # ZeRO.

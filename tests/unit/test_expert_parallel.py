@@ -16,19 +16,21 @@ from torch.distributed.tensor import DTensor
 from drumline.config.model import ModelConfig
 from drumline.data.batches import collate
 from drumline.engine.experts import ExpertRanks, apply_expert_parallelism
-from drumline.errors import ModelError
 from drumline.models.blocks import blocks
 from drumline.models.head import ForwardWithObjective
 from drumline.models.load import facts, load_config
-from drumline.models.packed import Bits, PackedTensor
+from drumline.models.packed import Bits
 from drumline.plan.facts import ModelFacts, packed_scales, pipeline_part, with_local_experts
 from tests.tiny import ARCHITECTURES
+from tests.unit.test_packed import assert_parts_are_of_the_whole
 from tests.unit.test_router import OBJECTIVE, gradients_of
 from tests.unit.test_router_load import DOCUMENTS, Graphs, mixture, run
 
 EXPERTS = 8
 # Blocks of 64 entries of an expert do not fill a group of 256 scales.
 SHAPE = (EXPERTS, 40, 128)
+# An expert has 96 entries: blocks of 64 and of 256 are of two ranks.
+SMALL_SHAPE = (EXPERTS, 4, 24)
 
 
 @pytest.fixture(scope="module")
@@ -42,29 +44,13 @@ def mesh() -> Iterator[DeviceMesh]:
 @pytest.mark.claim("packed experts that are cut over ranks have the values of whole ones")
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
-def test_a_rank_unpacks_its_own_experts_bit_for_bit(bits: Bits, parts: int) -> None:
+@pytest.mark.parametrize("shape", [SHAPE, SMALL_SHAPE], ids=["whole blocks", "parts of blocks"])
+def test_a_rank_unpacks_its_own_experts_bit_for_bit(
+    shape: tuple[int, ...], bits: Bits, parts: int
+) -> None:
     torch.manual_seed(0)
-    weight = torch.randn(SHAPE) * torch.rand(EXPERTS, 1, 1)
-    whole = PackedTensor("gate_up_proj", SHAPE, bits, torch.float32)
-    codes = whole.pack_weight(weight)
-    expected = whole.unpack(torch.float32, codes)
-    assert expected.shape == weight.shape
-
-    found = []
-    for part in range(parts):
-        of_rank = PackedTensor("gate_up_proj", SHAPE, bits, torch.float32)
-        of_rank.cut_experts(part, parts)
-        # As bytes: some codes are no numbers in the type that they are stored in.
-        packed = of_rank.pack_weight(weight).view(torch.uint8)
-        assert torch.equal(packed, codes.view(torch.uint8))
-        found.append(of_rank.unpack(torch.float32, codes.chunk(parts)[part].clone()))
-    assert torch.equal(torch.cat(found), expected)
-
-
-def test_experts_whose_scales_cannot_be_cut_are_refused() -> None:
-    packing = PackedTensor("down_proj", (2, 8, 16), "4bit", torch.float32)
-    with pytest.raises(ModelError, match=r"adapter\.quantize: down_proj of the experts does not"):
-        packing.cut_experts(0, 2)
+    weight = torch.randn(shape) * torch.rand(EXPERTS, 1, 1)
+    assert_parts_are_of_the_whole(weight, bits, dimension=0, parts=parts)
 
 
 def test_the_plan_counts_the_scales_of_all_experts_on_each_rank() -> None:
@@ -72,11 +58,13 @@ def test_the_plan_counts_the_scales_of_all_experts_on_each_rank() -> None:
     built = facts(load_config(None, ModelConfig(id=None, config=config)), length=8)
     frozen = with_frozen_experts(built)
     part = pipeline_part(frozen, (), 1, 0)
-    scales, largest = packed_scales(frozen, part, 4)
-    scales_of_rank, largest_of_rank = packed_scales(with_local_experts(frozen, 2), part, 4)
+    scales, largest = packed_scales(frozen, part, 4, tp=1)
+    scales_of_rank, largest_of_rank = packed_scales(with_local_experts(frozen, 2), part, 4, tp=1)
     assert scales > 0
     assert scales_of_rank == scales
     assert largest_of_rank == largest / 2
+    # Those of tensor-parallel ranks are cut from the same weights.
+    assert packed_scales(frozen, part, 4, tp=2) == (scales, largest / 2)
 
 
 def with_frozen_experts(built: ModelFacts) -> ModelFacts:

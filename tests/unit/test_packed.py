@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from drumline.errors import ModelError
 from drumline.models.pack import pack
-from drumline.models.packed import Bits, PackedLinear
+from drumline.models.packed import Bits, PackedLinear, PackedTensor
 
 
 def layer(
@@ -70,6 +71,57 @@ def test_products_and_gradients_are_those_of_the_unpacked_weight(bits: Bits) -> 
 
     with torch.autocast("cpu", torch.bfloat16):
         assert packed(inputs).dtype == torch.bfloat16
+
+
+def assert_parts_are_of_the_whole(
+    weight: torch.Tensor, bits: Bits, dimension: int, parts: int
+) -> None:
+    """Each rank unpacks its part of the codes to its part of the whole packed weight, bit for bit."""
+    shape = weight.shape
+    whole = PackedTensor("weight", shape, bits, torch.float32)
+    codes = whole.pack_weight(weight)
+    expected = whole.unpack(torch.float32, codes)
+    assert expected.shape == shape
+
+    found = []
+    for part in range(parts):
+        of_rank = PackedTensor("weight", shape, bits, torch.float32)
+        of_rank.cut(dimension, part, parts)
+        # As bytes: some codes are no numbers in the type that they are stored in.
+        packed = of_rank.pack_weight(weight).view(torch.uint8)
+        assert torch.equal(packed, codes.view(torch.uint8))
+        local_codes = codes.chunk(parts, dimension)[part].contiguous()
+        unpacked = of_rank.unpack(torch.float32, local_codes)
+        assert unpacked.shape == of_rank.local_shape
+        found.append(unpacked)
+    assert torch.equal(torch.cat(found, dimension), expected)
+
+
+@pytest.mark.claim("packed weights that are cut over ranks have the values of whole ones")
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("dimension", [0, 1])
+@pytest.mark.parametrize(
+    "shape",
+    [(16, 2048), (96, 160), (64, 32), (256, 96)],
+    ids=["whole blocks", "cut within blocks", "several rows a block", "blocks over rows"],
+)
+def test_a_rank_unpacks_its_part_bit_for_bit(
+    shape: tuple[int, int], dimension: int, parts: int, bits: Bits
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(shape) * torch.rand(shape[0], 1)
+    assert_parts_are_of_the_whole(weight, bits, dimension, parts)
+
+
+def test_a_part_is_of_whole_codes() -> None:
+    packing = PackedTensor("weight", (64, 40), "4bit", torch.float32)
+    with pytest.raises(
+        ModelError, match=r"adapter\.quantize: 40 entries of a packed weight do not"
+    ):
+        packing.cut(1, 0, 2)
+    with pytest.raises(ModelError, match=r"64 entries of a packed weight do not divide into 3"):
+        packing.cut(0, 0, 3)
 
 
 def test_only_frozen_layers_whose_shape_can_be_packed_are() -> None:

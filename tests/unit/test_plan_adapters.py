@@ -6,12 +6,16 @@ import dataclasses
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
+from drumline.config.config import LoRAConfig
 from drumline.errors import PlanError
+from drumline.models.load import facts as facts_of
 from drumline.plan.explain import plan_line
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Plan
 from drumline.plan.resolve import KnownModel, resolve
+from tests.tiny import ARCHITECTURES
 from tests.unit.test_plan import CPU, DATA, config
 
 FACTS = ModelFacts(
@@ -41,11 +45,6 @@ def plan(world_size: int, facts: ModelFacts | None = FACTS, **sections: Any) -> 
 @pytest.mark.parametrize(
     ("sections", "where", "says"),
     [
-        (
-            {"adapter": LORA | {"quantize": "4bit"}, "strategy": "tp"},
-            "adapter.quantize",
-            "a rank has parts of some",
-        ),
         (
             {"adapter": LORA | {"quantize": "8bit"}, "strategy": "local_sgd"},
             "adapter.quantize",
@@ -133,6 +132,26 @@ def test_adapters_statistics_and_recomputation_that_are_refused(
     with pytest.raises(PlanError) as error:
         plan(world_size=4, **sections)
     assert error.value.where == where and says in error.value.line()
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_packed_weights_that_tensor_parallelism_would_cut_within_a_code_are_refused(
+    bits: str,
+) -> None:
+    adapter = LORA | {"quantize": bits}
+    for intermediate_size, is_refused in ((24, True), (32, False)):
+        architecture = ARCHITECTURES["qwen2"] | {"intermediate_size": intermediate_size}
+        options = AutoConfig.for_model("qwen2", **architecture, vocab_size=64, num_hidden_layers=2)
+        facts = facts_of(options, 64, LoRAConfig(r=4))
+        if not is_refused:
+            assert plan(2, facts, adapter=adapter, strategy="tp").mesh.tp == 2
+            continue
+        with pytest.raises(PlanError) as error:
+            plan(2, facts, adapter=adapter, strategy="tp")
+        assert error.value.where == "adapter.quantize"
+        assert "24 entries of mlp.down_proj.base_layer.weight do not divide into 2 parts" in str(
+            error.value
+        )
 
 
 def test_an_adapter_leaves_few_that_learn() -> None:

@@ -482,11 +482,6 @@ RULED = [
         words="it is one process, and there are 2",
     ),
     Ruled(
-        asked=asks("8b", "4x4090", "4bit"),
-        family="tp",
-        words="scales belong to blocks along whole rows of a weight",
-    ),
-    Ruled(
         asked=asks("1b", "8xh100-80g", batch={"global_samples": 12}),
         family="ddp",
         words="12 samples does not divide by 8 data ranks",

@@ -184,7 +184,7 @@ def state_of(layout: Layout, facts: ModelFacts, model_part: PipelinePart) -> Sta
     state = cost_of(layout.strategy).state(layout, stored_facts, model_part)
     bits = packed_bits(layout.config)
     if bits:
-        scales, _ = packed_scales(facts, model_part, bits)
+        scales, _ = packed_scales(facts, model_part, bits, layout.mesh.tp)
         state = replace(state, parameters=state.parameters + scales)
     if layout.device == "cuda":
         return state
@@ -217,7 +217,7 @@ def _dequantised_bytes(layout: Layout, facts: ModelFacts, model_part: PipelinePa
         bytes_per_entry += fp32_copies * FP32_BYTES
     if layout.precision != "fp32" or layout.device == "cuda":
         bytes_per_entry += LOW_BYTES
-    _, largest = packed_scales(facts, model_part, bits)
+    _, largest = packed_scales(facts, model_part, bits, layout.mesh.tp)
     return bytes_per_entry * largest
 
 

@@ -66,8 +66,6 @@ HOST_STEP_BYTES = 28 + CLIPPING_BYTES
 # Switches between the GPUs of a host and the host: of eight GPUs, two share one (system topology in
 # the user guides of NVIDIA DGX A100 and H100).
 SWITCHES_OF_HOST = 4
-# Attention caches a key and a value of each token.
-KEYS_AND_VALUES = 2
 
 
 def estimate(
@@ -480,7 +478,11 @@ def _token_seconds(
     if layout.precision != "fp32" and has_low_weights:
         bytes_per_entry = LOW_BYTES
     bandwidth = memory_bandwidth(cluster)
-    entries = KEYS_AND_VALUES * facts.kv_heads * facts.head_dim * facts.layers
+    entries_of_token = facts.latent_dim
+    if not facts.latent_dim:
+        # A key and a value for each head.
+        entries_of_token = facts.kv_heads * (facts.head_dim + facts.size_of_values)
+    entries = entries_of_token * facts.layers
     # The mean over a sequence is half of its length.
     cache = entries * bytes_per_entry * batch * layout.max_length / 2
     reading = (bytes_per_entry * facts.parameters + cache) / bandwidth

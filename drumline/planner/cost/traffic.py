@@ -608,10 +608,12 @@ def context(volume: CommunicationVolume, layout: Layout, facts: ModelFacts, head
     micro_batches = layout.batch.accumulation
     blocks = mixing_blocks(facts).attention
     tokens = layout.rows * layout.max_length / ranks * micro_batches
-    # Of one head.
-    head_entries = tokens * facts.head_dim
-    heads = facts.heads / layout.mesh.tp
-    kv_heads = max(1, facts.kv_heads // layout.mesh.tp)
+    value_dim = facts.size_of_values
+    heads: float = facts.heads
+    kv_heads = facts.kv_heads
+    if facts.tp_cuts_heads:
+        heads /= layout.mesh.tp
+        kv_heads = max(1, kv_heads // layout.mesh.tp)
     # Forward and backward, and the forward that backward repeats.
     passes = 2 * blocks
     if layout.activation_checkpointing != "none":
@@ -624,13 +626,15 @@ def context(volume: CommunicationVolume, layout: Layout, facts: ModelFacts, head
             bytes_per_entry_before = FP32_BYTES
         # Repeated until each rank has as many.
         kv_heads *= ranks // math.gcd(kv_heads, ranks)
-        head_bytes = bytes_per_entry_before * (heads + 2 * kv_heads) + bytes_per_entry * heads
-        sent = passes * head_entries * head_bytes
+        entries_before = facts.head_dim * (heads + kv_heads) + value_dim * kv_heads
+        bytes_of_token = bytes_per_entry_before * entries_before
+        bytes_of_token += bytes_per_entry * value_dim * heads
+        sent = passes * tokens * bytes_of_token
         volume.add("all_to_all", sent, ranks, "cp", 2 * passes * micro_batches)
     else:
         # A pass sends keys and values; a backward also their gradients, so it counts twice.
         hops = (passes + blocks) * (ranks - 1)
-        sent = hops * head_entries * 2 * heads * bytes_per_entry
+        sent = hops * tokens * (facts.head_dim + value_dim) * heads * bytes_per_entry
         volume.add("p2p", sent, ranks, "cp", passes * micro_batches)
     _rows_of_recurrent_layers(volume, layout, facts, tokens)
     _context_outputs(volume, layout, tokens, head, facts.hidden)
