@@ -174,9 +174,23 @@ def test_what_the_server_cannot_do_is_found_before_the_run(servers: list[StubSer
 
 def test_a_text_without_room_is_one_line(servers: list[StubServer]) -> None:
     text = TaughtText([5] * 512, [1])
-    with pytest.raises(DrumlineError, match=r"a text has 512 tokens, and .* takes 511") as refused:
+    # A PlanError, so that the launcher does not start the run again.
+    with pytest.raises(PlanError, match=r"a text has 512 tokens, and .* takes 511") as refused:
         connect(servers[0]).ask([text])
     assert "--max-model-len 513" in refused.value.line()
+
+
+def test_a_url_may_stand_in_a_variable(
+    servers: list[StubServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEACHER", servers[0].url)
+    text = (
+        "algorithm: {kind: distill, teacher: {kind: server, url: '${env:TEACHER}', model: tiny}}\n"
+    )
+    teacher = load_text(text + "data: {train: x.jsonl}", []).algorithm.teacher
+    assert teacher.url == "${env:TEACHER}"
+    asked = connect(teacher={"url": teacher.url}).ask(texts())
+    assert_same(asked, expected(servers[0].model))
 
 
 SERVED = "kind: server, url: 'http://a', model: large"
@@ -210,10 +224,18 @@ def test_gkd_with_a_server_needs_top_k() -> None:
 
 ATTENTION = {"kind": "lora", "targets": "attention"}
 HEAD = {"kind": "lora", "targets": ["q_proj", "embed_tokens"]}
+GKD = {"kind": "gkd", "generator": {"kind": "hf", "max_new_tokens": 6}}
 BASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no adapter": ({"kind": "none"}, {}, "there is no adapter to switch off"),
     "PiSSA": ({**ATTENTION, "init": "pissa"}, {}, "PiSSA and modules_to_save change its weights"),
+    "nothing to learn": (ATTENTION, {"cross_entropy_weight": 0}, "nothing would be learned"),
+    "gkd": (ATTENTION, GKD, "nothing would be learned — name another model"),
     "the head": (HEAD, {"top_k": 0, "log_probs": "live"}, "the adapter stands in its place"),
+    "rows of the head": (
+        {**ATTENTION, "trainable_tokens": [5]},
+        {"top_k": 0, "log_probs": "live"},
+        "the adapter stands in its place",
+    ),
 }
 
 
@@ -221,6 +243,8 @@ BASES: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_a_base_that_cannot_teach_is_refused_in_one_line(tmp_path: Path, case: str) -> None:
     adapter, options, part = BASES[case]
     algorithm = {"kind": "distill", "teacher": "base", **options}
+    if algorithm["kind"] == "distill":
+        algorithm.setdefault("cross_entropy_weight", 0.5)
     model = tiny_model_dir(tmp_path / "model")
     path = write_config(tmp_path, model, algorithm=algorithm, adapter=adapter)
     with pytest.raises(PlanError) as refused:
