@@ -32,7 +32,8 @@ class CheckedSampling:
 
     Before its completions count, each server is asked for the version of its weights. If one of them does
     not have the present ones, it gets them, and all requests are sampled again. So they are if a generator
-    says that it has lost its weights. Their random numbers are the same, so the completions are those that there would have been without the restart.
+    says that it has lost its weights. Their random numbers are the same, so the completions are those that
+    there would have been without the restart.
     """
 
     def __init__(

@@ -202,6 +202,16 @@ REFUSED: dict[str, tuple[str, str]] = {
     "no url": ("{kind: server, url: 'a:80', model: large}", "begins with http"),
     "an unknown key": (f"{{{SERVED}, batch: 3}}", "unknown key 'batch'"),
     "a key of base": ("{kind: base, url: 'http://a'}", "kind server has it"),
+    "an id beside server": (
+        "{kind: server, url: 'http://a', model: large, id: x}",
+        "of kind server — the section of a model has it, without that kind",
+    ),
+    "an id beside base": ("{kind: base, id: x}", "of kind base — the section of a model has it"),
+    "a server without its kind": (
+        "{url: 'http://a', model: large}",
+        "unknown key 'url' (and 1 more mistake) — kind server has it: add kind: server",
+    ),
+    "nothing": ("null", "write the id of a model, or {kind: …}, with a kind of server, base"),
     "a key of a model": ("{id: some/model, urll: x}", "unknown key 'urll'"),
 }
 
