@@ -187,8 +187,10 @@ def test_a_url_may_stand_in_a_variable(
     text = (
         "algorithm: {kind: distill, teacher: {kind: server, url: '${env:TEACHER}', model: tiny}}\n"
     )
-    teacher = load_text(text + "data: {train: x.jsonl}", []).algorithm.teacher
-    assert teacher.url == "${env:TEACHER}"
+    algorithm = load_text(text + "data: {train: x.jsonl}", []).algorithm
+    assert isinstance(algorithm, DistillConfig)
+    teacher = algorithm.served_teacher
+    assert teacher is not None and teacher.url == "${env:TEACHER}"
     asked = connect(teacher={"url": teacher.url}).ask(texts())
     assert_same(asked, expected(servers[0].model))
 
