@@ -388,7 +388,7 @@ class TeachingSpec(ChunkedSpec):
     reference_role: ClassVar[str] = "teacher"
     teacher: Teacher = Field(
         description="The model to learn from, with the tokenizer of the trained one: an id, a section as that of `model`, or a section of"
-        " kind server. base: the trained model with its adapter switched off (self-distillation).",
+        " kind server. base (distill with cross_entropy_weight): the trained model with its adapter switched off (self-distillation).",
     )
     divergence: DivergenceKind = Field(
         "forward_kl",
@@ -444,6 +444,14 @@ class TeachingSpec(ChunkedSpec):
     def is_own_teacher(self) -> bool:
         """Whether the teacher is the trained model with its adapter switched off."""
         return isinstance(self.teacher, BaseTeacher)
+
+    @property
+    def has_second_loss(self) -> bool:
+        """Whether the loss has another part than the divergence from the teacher.
+
+        Without one, a model whose teacher is its own base learns nothing.
+        """
+        return False
 
     @property
     def asks_teacher_live(self) -> bool:

@@ -139,26 +139,35 @@ def _nearest(details: Sequence[Any]) -> Any:
     return details[0]
 
 
-def check_numbers(given: Any, made: Any, where: Where, place: Place = ()) -> None:
+def check_numbers(
+    given: Any, made: Any, where: Where, place: Place = (), kind: str | None = None
+) -> None:
     """Raise ConfigError for what pydantic lets pass: true and false as 1 and 0, infinity and NaN.
 
-    `given`: the values of the config. `made`: the Config that pydantic has made of them, dumped.
+    Args:
+        given: The values of the config.
+        made: The Config that pydantic has made of them, dumped.
+        where: Returns how an error names a place.
+        place: The place of these values.
+        kind: The kind of the section that they stand in; None if it has none.
     """
     if isinstance(given, dict) and isinstance(made, dict):
         for key, value in given.items():
-            check_numbers(value, made.get(key), where, (*place, str(key)))
+            check_numbers(value, made.get(key), where, (*place, str(key)), made.get("kind"))
     elif isinstance(given, list) and isinstance(made, list | tuple):
         for index, (value, other) in enumerate(zip(given, made, strict=True)):
-            check_numbers(value, other, where, (*place, str(index)))
+            check_numbers(value, other, where, (*place, str(index)), kind)
     elif isinstance(given, bool) and isinstance(made, int | float) and not isinstance(made, bool):
         raise ConfigError(
-            f"{_shown(given)} given, a number is wanted", where=where(place), fix=_default(place)
+            f"{_shown(given)} given, a number is wanted",
+            where=where(place),
+            fix=_default(place, kind),
         )
     elif isinstance(made, float) and not math.isfinite(made):
         raise ConfigError(
             f"{_shown(given)} given, a finite number is wanted",
             where=where(place),
-            fix=_default(place),
+            fix=_default(place, kind),
         )
 
 
@@ -233,7 +242,7 @@ def _describe(detail: Any, place: Place, kind: str | None) -> Mistake:
         return Mistake(f"the key {_shown(value)} is no text", "put it in quotes")
     if error.startswith("string_") and isinstance(value, str):
         return _mistaken_text(error, value, context, place)
-    return _mistaken_value(detail, place)
+    return _mistaken_value(detail, place, kind)
 
 
 def _fix_null(place: Place) -> str | None:
@@ -259,15 +268,18 @@ def _no_choice(value: Any, expected: str) -> Mistake:
     return Mistake(f"{_shown(value)} is not one of {', '.join(choices)}", fix)
 
 
-def _mistaken_value(detail: Any, place: Place) -> Mistake:
-    """Return the mistake of a single value that has the wrong type or is out of its limits."""
+def _mistaken_value(detail: Any, place: Place, kind: str | None) -> Mistake:
+    """Return the mistake of a single value that has the wrong type or is out of its limits.
+
+    `kind`: that of the section around it; None if it has none.
+    """
     value = detail["input"]
     if isinstance(value, float) and not math.isfinite(value):
-        return Mistake(f"{_shown(value)} given, a finite number is wanted", _default(place))
+        return Mistake(f"{_shown(value)} given, a finite number is wanted", _default(place, kind))
     wanted = _describe_expected(detail)
     if wanted is None:
-        return Mistake(describe_value(detail), _default(place))
-    return Mistake(describe_value(detail), _fix_type(value, wanted, place))
+        return Mistake(describe_value(detail), _default(place, kind))
+    return Mistake(describe_value(detail), _fix_type(value, wanted, place, kind))
 
 
 def _describe_expected(detail: Any) -> str | None:
@@ -319,8 +331,11 @@ def _description_at(place: Place) -> str:
     return field.description
 
 
-def _fix_type(value: Any, wanted: str, place: Place) -> str:
-    """Return how to fix a value in whose place something else is wanted (see WANTED)."""
+def _fix_type(value: Any, wanted: str, place: Place, kind: str | None) -> str:
+    """Return how to fix a value in whose place something else is wanted (see WANTED).
+
+    `kind`: that of the section around it; None if it has none.
+    """
     if wanted == "text" and isinstance(value, int | float):
         return "put it in quotes"
     if wanted.startswith("a list") and isinstance(value, dict):
@@ -329,14 +344,17 @@ def _fix_type(value: Any, wanted: str, place: Place) -> str:
         return "put [ ] around it"
     if wanted == "keys and values":
         return _fix_section(value, place)
-    return _default(place)
+    return _default(place, kind)
 
 
 def _fix_section(value: Any, place: Place) -> str:
     """Return what to write where a section is wanted."""
     kinds_there = kinds_at(place)
     if len(models_at(place)) > 1 and kinds_there:
-        return f"write {{kind: …}}, with a kind of {', '.join(kinds_there)}"
+        of_kind = f"{{kind: …}}, with a kind of {', '.join(kinds_there)}"
+        if ModelConfig in models_at(place):
+            return f"write the id of a model, or {of_kind}"
+        return f"write {of_kind}"
     known = "write {key: value}"
     keys = keys_at(place)
     if keys:
@@ -346,9 +364,12 @@ def _fix_section(value: Any, place: Place) -> str:
     return known
 
 
-def _default(place: Place) -> str:
-    """Return how to get rid of a wrong value: the default of its key, if it has a plain one."""
-    field = field_at(place)
+def _default(place: Place, kind: str | None = None) -> str:
+    """Return how to get rid of a wrong value: the default of its key, if it has a plain one.
+
+    `kind`: that of the section, whose default may differ from that of other kinds.
+    """
+    field = field_at(place, kind)
     if field is None or field.is_required() or field.default_factory is not None:
         return "`drumline schema` describes it"
     if isinstance(field.default, BaseModel):
@@ -419,6 +440,11 @@ def _unknown_key(place: Place, kind: str | None) -> Mistake:
             owners.append(other)
     if kind and owners:
         return Mistake(f"{what} of kind {kind}", f"kind {' or '.join(owners)} has it")
+    if kind and ModelConfig in models_at(section) and key in ModelConfig.model_fields:
+        return Mistake(f"{what} of kind {kind}", "the section of a model has it, without that kind")
+    if owners:
+        # A section without `kind`, which is taken for that of a model.
+        return Mistake(what, f"kind {' or '.join(owners)} has it: add kind: {owners[0]}")
     if section == ("data",) and _is_key_of_source(key):
         fix = f"it is a source's, which stands under `train`: data: {{train: {{{key}: …}}}}"
         return Mistake(what, fix)
@@ -590,14 +616,20 @@ def keys_at(place: Place, kind: str | None = None) -> list[str]:
     return sorted(keys)
 
 
-def field_at(place: Place) -> FieldInfo | None:
-    """Return the field of the schema at a place; None if there is none."""
+def field_at(place: Place, kind: str | None = None) -> FieldInfo | None:
+    """Return the field of the schema at a place; None if there is none.
+
+    `kind`: that of the section. Without it, or if it has no such key, the first kind that has it counts.
+    """
     if not place:
         return None
     key = place[-1]
-    for model in models_at(place[:-1]):
-        if key in model.model_fields:
+    having = [model for model in models_at(place[:-1]) if key in model.model_fields]
+    for model in having:
+        if kind is not None and kind_of(model) == kind:
             return model.model_fields[key]
+    if having:
+        return having[0].model_fields[key]
     return None
 
 

@@ -74,7 +74,7 @@ class EvalConfig(Section):
     )
     metric: str = Field(
         "loss",
-        description="The metric that decides which checkpoint is best. Default of ppo and grpo: reward.",
+        description="The metric that decides which checkpoint is best. Default of ppo, grpo and online_dpo: reward.",
     )
     mode: Literal["min", "max"] = Field(
         default_factory=lambda known: direction(known["metric"]),

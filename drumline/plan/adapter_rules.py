@@ -166,6 +166,16 @@ def _own_teacher(case: Case, teaching: TeachingSpec) -> Iterator[Refusal]:
             "name the model itself as the teacher",
             key,
         )
+    if not teaching.has_second_loss:
+        fix = "name another model as the teacher"
+        if "cross_entropy_weight" in type(teaching).model_fields:
+            fix = "set algorithm.cross_entropy_weight, such as 0.5, or name another model as the teacher"
+        yield Refusal(
+            "teacher=base × no other loss",
+            "the adapter starts at zero, so that the model equals its teacher and the loss is 0: nothing would be learned",
+            fix,
+            key,
+        )
     if teaching.top_k == 0 and _adapts_head(case, adapter):
         yield Refusal(
             "teacher=base × top_k=0 × an adapter over embedding or head",

@@ -39,6 +39,9 @@ PACKAGES = {
     "verifiers": ("verifiers", "pip install 'verifiers>=0.3,<0.4'"),
     "openenv": ("openenv", "pip install openenv"),
 }
+# Seconds in which a process must have imported one of these packages and the user's code. They import
+# hundreds of modules, which took over two minutes on two busy cores.
+PACKAGE_START_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
@@ -206,8 +209,15 @@ class Environments:
 
         Only the kinds tools and verifiers have some. Raises ConfigError or EnvironmentFault for what cannot be imported.
         """
-        tools: list[dict[str, Any]] = self._server.wait_until_ready()["tools"]
+        tools: list[dict[str, Any]] = self._server.wait_until_ready(self._start_seconds)["tools"]
         return tools
+
+    @property
+    def _start_seconds(self) -> float:
+        """The seconds in which a process must have read its task, and then have imported everything."""
+        if self.config.kind in PACKAGES:
+            return PACKAGE_START_SECONDS
+        return START_SECONDS
 
     def reset(self, rows: dict[int, dict[str, Any]], seeds: dict[int, int]) -> dict[int, Reply]:
         """Begin episodes, and return the reply of each. Call `tools` before the first ones.
@@ -233,11 +243,11 @@ class Environments:
         EnvironmentFault if the new one cannot be started.
         """
         # Give the watcher the longest time that this takes: the end of the old process, and
-        # START_SECONDS each for the new one to read its task and to import.
-        heartbeat.alive(EXIT_SECONDS + END_SECONDS + 2 * START_SECONDS)
+        # the same time each for the new one to read its task and to import.
+        heartbeat.alive(EXIT_SECONDS + END_SECONDS + 2 * self._start_seconds)
         self._server.kill()
         self._server = EnvironmentServer(self.config, self.base_dir)
-        self._server.wait_until_ready()
+        self._server.wait_until_ready(self._start_seconds)
 
     def step(self, messages: dict[int, dict[str, Any]], seeds: dict[int, int]) -> dict[int, Reply]:
         """Give environments the model's message, and return the reply of each.

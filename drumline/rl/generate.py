@@ -44,13 +44,19 @@ from drumline.data.targets import end_ids
 from drumline.dist.copies import AsyncHostCopy, copy_to_device
 from drumline.dist.reduce import gather_from_ranks
 from drumline.dist.seeds import derive
-from drumline.errors import DataError, ModelError, PlanError
+from drumline.errors import DataError, DrumlineError, ModelError, PlanError
 from drumline.plan.attention import known_padding
 from drumline.system.heartbeat import alive
 from drumline.system.threads import bind_to_gpu
 from drumline.vendor.transformers import DynamicLayer, DynamicSlidingWindowLayer, ask_the_host
 
 WHERE = "algorithm.generator"
+
+
+class LostWeights(DrumlineError):
+    """A generator does not have the weights any more that it was handed. They can be handed over again."""
+
+
 Weights = Iterator[tuple[str, torch.Tensor]]
 # SplitMix64's constants. Torch has no arithmetic on uint64; int64 wraps to the same bits.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -597,11 +603,19 @@ class DistributedSampling:
         """All completions, in the order of the requests, on every rank. Collective.
 
         If sampling failed on this rank, its error is raised here. The other ranks then wait until the
-        launcher ends them because this rank has ended, as for any error of one rank.
+        launcher ends them because this rank has ended, as for any error of one rank. LostWeights alone
+        is raised on all ranks if it is on one.
         """
+        own: list[Completion] | None = None
+        loss = LostWeights("another rank's generator has lost its weights", where=WHERE)
+        try:
+            own = self._own_completions.result()
+        except LostWeights as error:
+            loss = error
         completions: dict[int, Completion] = {}
-        completions_of_ranks = gather_from_ranks(self._own_completions.result())
-        for indices, sampled in zip(self.assigned, completions_of_ranks, strict=True):
+        for indices, sampled in zip(self.assigned, gather_from_ranks(own), strict=True):
+            if sampled is None:
+                raise loss
             completions |= zip(indices, sampled, strict=True)
         return [completions[index] for index in range(len(completions))]
 

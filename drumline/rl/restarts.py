@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from drumline.errors import DrumlineError
-from drumline.rl.generate import WHERE, Completion, DistributedSampling, Generator, Request
+from drumline.rl.generate import (
+    WHERE,
+    Completion,
+    DistributedSampling,
+    Generator,
+    LostWeights,
+    Request,
+)
 
 # After this many samplings of the same requests the run ends with an error.
 MOST_SAMPLINGS = 3
@@ -24,8 +31,9 @@ class CheckedSampling:
     """Samples a list of requests on all ranks, like DistributedSampling, by the policy's weights.
 
     Before its completions count, each server is asked for the version of its weights. If one of them does
-    not have the present ones, it gets them, and all requests are sampled again. Their random numbers
-    are the same, so the completions are those that there would have been without the restart.
+    not have the present ones, it gets them, and all requests are sampled again. So they are if a generator
+    says that it has lost its weights. Their random numbers are the same, so the completions are those that
+    there would have been without the restart.
     """
 
     def __init__(
@@ -70,17 +78,26 @@ class CheckedSampling:
 
     def _sample_until_checked(self) -> list[Completion]:
         """Return the completions of the first sampling whose servers all had the present weights."""
-        completions = self._first_sampling.result
-        outdated = self.restore_weights()
+        sampling = self._first_sampling
         samplings = 1
-        while outdated:
+        while True:
+            completions: list[Completion] | None = None
+            loss: LostWeights | None = None
+            try:
+                completions = sampling.result
+            except LostWeights as error:
+                loss = error
+            outdated = self.restore_weights()
+            if completions is not None and not outdated:
+                return completions
+            if loss is not None and not outdated:
+                # The weights are there, so that it is something else.
+                raise loss
             if samplings == MOST_SAMPLINGS:
                 raise DrumlineError(
                     f"{outdated[0]} had other weights than it was handed, {samplings} times in a row",
                     where=f"{WHERE}.url",
                     fix="give this run servers of its own, each with an address of its own",
                 )
-            completions = DistributedSampling(self.generator, self.requests, self.step).result
+            sampling = DistributedSampling(self.generator, self.requests, self.step)
             samplings += 1
-            outdated = self.restore_weights()
-        return completions

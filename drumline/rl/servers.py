@@ -25,7 +25,14 @@ from drumline.config.teachers import ServedTeacher
 from drumline.data.targets import end_ids
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.foreign import first_line
-from drumline.rl.generate import WHERE, Completion, Request, rank_and_world_size, require_room
+from drumline.rl.generate import (
+    WHERE,
+    Completion,
+    LostWeights,
+    Request,
+    rank_and_world_size,
+    require_room,
+)
 from drumline.system.heartbeat import alive
 from drumline.system.redact import reveal
 
@@ -50,10 +57,12 @@ class ServerError(DrumlineError):
 
     `is_refusal`: the server works and refuses the request. Otherwise another server may answer it.
     `status`: the HTTP status of the answer; None if there was none, or if it was no error.
+    `lacks_weights`: the server works, and does not know the weights that the request names.
     """
 
     is_refusal = False
     status: int | None = None
+    lacks_weights = False
 
 
 @dataclass(frozen=True)
@@ -405,13 +414,19 @@ class ServerClient:
         return sum(not server.is_lost for server in self.pool.servers)
 
     def _answer(self, question: Q, answer: Callable[[Server, Q], A]) -> A:
-        """Return the answer to a question. If its server fails, another one gets the question."""
+        """Return the answer to a question. If its server fails, another one gets the question.
+
+        Raises LostWeights if the last server lacks its weights, as after a restart.
+        """
         while True:
             server = self.pool.take(self.preferred_server)
             try:
                 return answer(server, question)
             except ServerError as error:
-                if error.is_refusal or not self.pool.lose(server, error):
+                is_kept = error.is_refusal or not self.pool.lose(server, error)
+                if is_kept and error.lacks_weights:
+                    raise LostWeights(error.what, where=error.where, fix=error.fix) from error
+                if is_kept:
                     raise
             finally:
                 self.pool.release(server)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.config.teachers import ServedTeacher
+from drumline.errors import PlanError
 from drumline.rl.servers import MOST_ANSWER, Server, ServerClient, ServerKind
 
 WHERE = "algorithm.teacher"
@@ -173,14 +174,14 @@ class TeacherServers(ServerClient):
         return packed.reshape(len(rows), 2 * self.choices + 1)
 
     def _require_room(self, server: Server, tokens: int) -> None:
-        """Raise ServerError for a text that a server does not take.
+        """Raise PlanError for a text that a server does not take.
 
         It must have room for one token more, which it generates.
         """
         if server.max_sequence_length is not None and tokens >= server.max_sequence_length:
             what = f"a text has {tokens} tokens, and {server.url} takes {server.max_sequence_length - 1}"
             fix = f"start it with --max-model-len {tokens + 1} or more, or lower data.max_length"
-            raise server.fault(what, fix, is_refusal=True)
+            raise PlanError(what, where=server.where, fix=fix)
 
     def _read_position(self, server: Server, given: dict[str, dict[str, Any]]) -> list[float]:
         """Return the ids of the likeliest tokens at a position, their log-probs, and that of all others.

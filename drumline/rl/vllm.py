@@ -41,12 +41,15 @@ from drumline.rl.servers import (
     HEALTH_SECONDS,
     ServedGenerator,
     Server,
+    ServerError,
     ServerKind,
     parse_version,
 )
 
 # The prefix of each token id in the server's answers (`return_tokens_as_token_ids`).
 TOKEN_PREFIX = "token_id:"
+# The HTTP status by which a server says that it has no such model or adapter.
+NOT_FOUND = 404
 # Texts that say how to fix an error.
 DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1, or set weights: none"
 NEEDED_VERSION = "it takes vLLM 0.22 or later"
@@ -166,8 +169,12 @@ class RemoteVLLM(ServedGenerator):
         server.request("/reset_prefix_cache", {}, fixes)
 
     def complete(self, server: Server, request: Request, step: int) -> Completion:
-        """See ServedGenerator."""
-        return self._complete_by(server, self._body(server, request, step))
+        """See ServedGenerator. A server that was restarted does not know the adapter, and answers 404."""
+        try:
+            return self._complete_by(server, self._body(server, request, step))
+        except ServerError as error:
+            error.lacks_weights = self.config.weights == "adapter" and error.status == NOT_FOUND
+            raise
 
     def _body(self, server: Server, request: Request, step: int) -> dict[str, Any]:
         """Return the body of a request to /v1/completions."""

@@ -74,10 +74,10 @@ REFERENCE = re.compile(r"\$\{env:([^{}]*)\}")
 # Places of a config that may have secrets and references, because the code that uses them calls
 # `reveal`.
 PLACES = re.compile(
-    r"algorithm\.rewards\.\d+\.options\..+|algorithm\.generator\.url(\.\d+)?|strategy\.(secret|(options|config)\..+)",
+    r"algorithm\.rewards\.\d+\.options\..+|algorithm\.(generator|teacher)\.url(\.\d+)?|strategy\.(secret|(options|config)\..+)",
     re.DOTALL,
 )
-ALLOWED = "rewards' options, generator.url, strategy.secret and a DeepSpeed config may hold one"
+ALLOWED = "rewards' options, generator.url, teacher.url, strategy.secret and a DeepSpeed config may hold one"
 # Keys whose values are names of a cluster's secrets, and so not secret themselves.
 NAMES = (
     "launch.secrets",

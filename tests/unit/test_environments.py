@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from drumline.config.rollouts import ClassEnvironment, ToolsEnvironment
-from drumline.errors import ConfigError
+from drumline.config.rollouts import ClassEnvironment, OpenEnvEnvironment, ToolsEnvironment
+from drumline.errors import ConfigError, EnvironmentFault
 from drumline.rl.environments import Environments, Reply, check_importable
 from drumline.rl.rewards import START_SECONDS
 
@@ -159,3 +161,25 @@ def test_what_cannot_be_an_environment_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=line):
         check_importable(environment(path, options=options), Path())
+
+
+def test_a_package_may_take_longer_to_import_than_the_user_s_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The packages verifiers and openenv import hundreds of modules."""
+    monkeypatch.setattr("drumline.rl.environments.START_SECONDS", 0.01)
+    slow = Environments(environment("tests.episodes:Naughty"), Path())
+    with pytest.raises(EnvironmentFault, match=r"takes more than 0\.01 s"):
+        slow.tools()
+    package = tmp_path / "openenv" / "core"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").write_text("")
+    (package / "generic_client.py").write_text("import time\ntime.sleep(0.5)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        config = OpenEnvEnvironment(url=url, action="a", observation="o", max_tokens=64)
+        environments = Environments(config, tmp_path)
+        assert environments.tools() == []
+        environments.close()

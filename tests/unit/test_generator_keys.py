@@ -12,6 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from drumline.config import rollouts as c
+from drumline.config.load import load_text
+from drumline.errors import ConfigError
 from drumline.rl import vllm
 from drumline.rl.build import RolloutFiles, build_generator
 from drumline.rl.hand_over import AdapterFiles
@@ -141,3 +143,19 @@ def test_each_key_that_is_accepted_is_read(
     generator.generate(REQUESTS[:1], 0)
 
     assert accepted_keys(mode) <= read
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "default"),
+    [
+        ("{kind: grpo, generator: {kind: vllm, url: 'http://a', batch: 0}}", 64),
+        ("{kind: grpo, generator: {kind: vllm, url: 'http://a', batch: true}}", 64),
+        ("{kind: grpo, generator: {kind: hf, batch: 0}}", 32),
+        ("{kind: gkd, teacher: a, top_k: -1}", 0),
+        ("{kind: distill, teacher: a, top_k: -1}", 32),
+    ],
+)
+def test_the_default_that_an_error_names_is_that_of_the_kind(algorithm: str, default: int) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_text(f"algorithm: {algorithm}\ndata: {{train: x.jsonl}}", [])
+    assert refused.value.fix == f"the default is {default}"

@@ -20,6 +20,7 @@ from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
 from drumline.rl.build import lost_servers
 from drumline.rl.hand_over import AdapterFiles
+from drumline.rl.restarts import CheckedSampling
 from drumline.train.sampling import TextGeneration
 from tests.harness import column, drumline
 from tests.plans import small_config, small_plan
@@ -139,6 +140,39 @@ def test_a_server_that_was_restarted_gets_the_present_adapter(model: Path, tmp_p
 
         assert lost_servers(made) == {}
         assert list(first.adapters) == list(second.adapters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [{0}, {2}, {0, 7}], ids=["before", "during", "twice"])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_the_only_server_is_restarted_unseen_and_gets_the_adapter_again(
+    server: StubServer, model: Path, tmp_path: Path, restarts: set[int], in_background: bool
+) -> None:
+    policy = adapted(model, LORA)
+    learn(policy, 0)
+    made, refresh = generator_of(policy, [server.url], tmp_path)
+    refresh(adapter_of(policy))
+    server.restarts_after = restarts
+
+    sampling = CheckedSampling(made, REQUESTS, 1, in_background, refresh.restore)
+
+    assert_same(sampling.finish(), sample_here(policy, 1))
+    assert lost_servers(made) == {}
+    assert len(server.bodies("/v1/load_lora_adapter")) > 1
+
+
+def test_a_server_that_denies_an_adapter_it_lists_is_one_line(
+    server: StubServer, model: Path, tmp_path: Path
+) -> None:
+    policy = adapted(model, LORA)
+    made, refresh = generator_of(policy, [server.url], tmp_path)
+    refresh(adapter_of(policy))
+    server.break_with = {"/v1/completions": 404}
+
+    with pytest.raises(DrumlineError, match=r"v1/completions was answered 404"):
+        CheckedSampling(made, REQUESTS, 1, restore_weights=refresh.restore).finish()
+
+    assert len(server.bodies("/v1/load_lora_adapter")) == 1
 
 
 UNLOADABLE: dict[str, dict[str, Any]] = {

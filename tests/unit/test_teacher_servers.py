@@ -174,9 +174,25 @@ def test_what_the_server_cannot_do_is_found_before_the_run(servers: list[StubSer
 
 def test_a_text_without_room_is_one_line(servers: list[StubServer]) -> None:
     text = TaughtText([5] * 512, [1])
-    with pytest.raises(DrumlineError, match=r"a text has 512 tokens, and .* takes 511") as refused:
+    # A PlanError, so that the launcher does not start the run again.
+    with pytest.raises(PlanError, match=r"a text has 512 tokens, and .* takes 511") as refused:
         connect(servers[0]).ask([text])
     assert "--max-model-len 513" in refused.value.line()
+
+
+def test_a_url_may_stand_in_a_variable(
+    servers: list[StubServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEACHER", servers[0].url)
+    text = (
+        "algorithm: {kind: distill, teacher: {kind: server, url: '${env:TEACHER}', model: tiny}}\n"
+    )
+    algorithm = load_text(text + "data: {train: x.jsonl}", []).algorithm
+    assert isinstance(algorithm, DistillConfig)
+    teacher = algorithm.served_teacher
+    assert teacher is not None and teacher.url == "${env:TEACHER}"
+    asked = connect(teacher={"url": teacher.url}).ask(texts())
+    assert_same(asked, expected(servers[0].model))
 
 
 SERVED = "kind: server, url: 'http://a', model: large"
@@ -188,6 +204,16 @@ REFUSED: dict[str, tuple[str, str]] = {
     "no url": ("{kind: server, url: 'a:80', model: large}", "begins with http"),
     "an unknown key": (f"{{{SERVED}, batch: 3}}", "unknown key 'batch'"),
     "a key of base": ("{kind: base, url: 'http://a'}", "kind server has it"),
+    "an id beside server": (
+        "{kind: server, url: 'http://a', model: large, id: x}",
+        "of kind server — the section of a model has it, without that kind",
+    ),
+    "an id beside base": ("{kind: base, id: x}", "of kind base — the section of a model has it"),
+    "a server without its kind": (
+        "{url: 'http://a', model: large}",
+        "unknown key 'url' (and 1 more mistake) — kind server has it: add kind: server",
+    ),
+    "nothing": ("null", "write the id of a model, or {kind: …}, with a kind of server, base"),
     "a key of a model": ("{id: some/model, urll: x}", "unknown key 'urll'"),
 }
 
@@ -210,10 +236,18 @@ def test_gkd_with_a_server_needs_top_k() -> None:
 
 ATTENTION = {"kind": "lora", "targets": "attention"}
 HEAD = {"kind": "lora", "targets": ["q_proj", "embed_tokens"]}
+GKD = {"kind": "gkd", "generator": {"kind": "hf", "max_new_tokens": 6}}
 BASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no adapter": ({"kind": "none"}, {}, "there is no adapter to switch off"),
     "PiSSA": ({**ATTENTION, "init": "pissa"}, {}, "PiSSA and modules_to_save change its weights"),
+    "nothing to learn": (ATTENTION, {"cross_entropy_weight": 0}, "nothing would be learned"),
+    "gkd": (ATTENTION, GKD, "nothing would be learned — name another model"),
     "the head": (HEAD, {"top_k": 0, "log_probs": "live"}, "the adapter stands in its place"),
+    "rows of the head": (
+        {**ATTENTION, "trainable_tokens": [5]},
+        {"top_k": 0, "log_probs": "live"},
+        "the adapter stands in its place",
+    ),
 }
 
 
@@ -221,6 +255,8 @@ BASES: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_a_base_that_cannot_teach_is_refused_in_one_line(tmp_path: Path, case: str) -> None:
     adapter, options, part = BASES[case]
     algorithm = {"kind": "distill", "teacher": "base", **options}
+    if algorithm["kind"] == "distill":
+        algorithm.setdefault("cross_entropy_weight", 0.5)
     model = tiny_model_dir(tmp_path / "model")
     path = write_config(tmp_path, model, algorithm=algorithm, adapter=adapter)
     with pytest.raises(PlanError) as refused:

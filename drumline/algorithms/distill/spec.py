@@ -54,6 +54,11 @@ class DistillConfig(TextSpec, TeachingSpec):
         return self
 
     @property
+    def has_second_loss(self) -> bool:
+        """Whether the rows' own tokens are learned, too: the key `cross_entropy_weight`."""
+        return self.cross_entropy_weight > 0
+
+    @property
     def asks_teacher_live(self) -> bool:
         """Whether the teacher answers in every step: the key `log_probs`."""
         return self.log_probs == "live"
