@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.tiny import VISION_SPECIAL, tiny_tokenizer
+from tests.tiny import VISION_SPECIAL, let_states_last, tiny_tokenizer
 
 # Each tower sees tiles of 16 × 16 pixels in patches of 4 × 4, and has 4 tokens for one.
 SIDE = 16
@@ -51,6 +51,24 @@ TOWER: dict[str, Any] = {
 # Without the head that pools an image, which no language model reads.
 SIGLIP = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
 M_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+# Half of each head is turned.
+HALF_ROPE = {**M_ROPE, "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+# Gated DeltaNet in one of two layers, and a mixture with a shared expert.
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": HALF_ROPE,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
 
 
 def template(mark: str) -> str:
@@ -104,6 +122,17 @@ def family_config(model_type: str, ids: dict[str, int], text: dict[str, Any]) ->
     tower: dict[str, Any] = {"depth": 2, "patch_size": 4, "temporal_patch_size": 2}
     if model_type == "qwen2_vl":
         tower |= {"embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}
+    elif model_type in ("qwen3_5", "qwen3_5_moe"):
+        text = {**text, **DELTA}
+        if model_type == "qwen3_5_moe":
+            text |= EXPERTS
+        tower |= {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 36,
+        }
     else:
         tower |= {
             "hidden_size": 32,
@@ -114,7 +143,7 @@ def family_config(model_type: str, ids: dict[str, int], text: dict[str, Any]) ->
             "fullatt_block_indexes": [1],
         }
     return {
-        "text_config": {**text, "rope_parameters": M_ROPE},
+        "text_config": {"rope_parameters": M_ROPE, **text},
         "vision_config": tower,
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
@@ -160,6 +189,7 @@ def tiny_family_dir(path: Path, model_type: str, seed: int = 0) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config)
+    let_states_last(model)
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

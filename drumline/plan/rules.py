@@ -669,8 +669,6 @@ def _expert_parallel(case: Case) -> Iterator[Refusal]:
             reason += f" × tp {mesh.tp}, whose ranks hold some of them each"
             instead = "choose an ep and a tp whose product divides their number"
         yield Refusal("ep × experts", reason, instead, where)
-    if is_vision_language(case):
-        yield Refusal("ep × images", "it is tested for texts", "use fsdp2 without ep", where)
 
 
 def _router_bias(case: Case) -> Iterator[Refusal]:

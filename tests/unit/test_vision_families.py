@@ -55,6 +55,8 @@ TESTED = (
     "llava_onevision",
     "qwen2_5_vl",
     "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
 )
 # Columns and rows of pixels of an image that several families cut into tiles.
 WIDE = (40, 20)
