@@ -80,6 +80,8 @@ APART = "text apart"
 ROUTER = "router loss"
 # Qwen3.5: a shared expert beside the others, and layers without attention, which cp refuses.
 DELTA = "Gated DeltaNet"
+# GLM-4.5V: a dense layer before those with experts, and routers with a bias.
+GLM = "router bias"
 KINDS = {
     APART: Kind({"batch": {"global_samples": 2, "micro_batch": 1}}),
     "micro-batches of text": Kind({}),
@@ -96,6 +98,8 @@ KINDS = {
     DELTA: Kind({}, model="qwen3_5_moe"),
     f"{DELTA}, packed": Kind(PACKED, model="qwen3_5_moe"),
     f"{DELTA}, lora": Kind({"adapter": LORA, "optimizer": {"lr": 1e-2}}, model="qwen3_5_moe"),
+    GLM: Kind({"model": {"router_bias_rate": 1e-3}}, model="glm4v_moe"),
+    f"{GLM}, lora": Kind({"adapter": LORA, "optimizer": {"lr": 1e-2}}, model="glm4v_moe"),
     # Weights, gradients and moments in bf16, and a sum over experts in another order.
     "bf16": Kind({"precision": PURE}, 3e-2),
 }
@@ -114,6 +118,7 @@ OFTEN = [
     ("packed", "fsdp2, ep 2"),
     ("lora", "ddp 2 x ep 2"),
     (DELTA, "fsdp2 2 x ep 2"),
+    (GLM, "ep 2"),
     ("bf16", "fsdp2, ep 2"),
 ]
 # Stopped under the first spread after two steps, gone on with under the second.
@@ -157,7 +162,7 @@ def interleaved(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def model_dir(path: Path, name: str) -> Path:
     """Save a tiny mixture. ROUTER is a Qwen3-VL that trains its router loss."""
-    if name == "qwen3_5_moe":
+    if name in ("qwen3_5_moe", "glm4v_moe"):
         return tiny_family_dir(path, name)
     tiny_vision_dir(path, experts=4)
     if name == ROUTER:
@@ -230,7 +235,7 @@ def test_goes_on_under_another(runs: Path, kind: str, a: str, b: str) -> None:
 
 
 @pytest.mark.full  # the numbers are those of the tests above
-@pytest.mark.parametrize("model", ["qwen3_vl_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("model", ["qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"])
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_transformers_reads_the_export(tmp_path: Path, model: str, adapter: str) -> None:
     """`drumline train` compares the logits of the export with those of the trained model."""
