@@ -179,6 +179,8 @@ def glm_config(model_type: str, ids: dict[str, int], text: dict[str, Any]) -> di
         "image_size": SIDE,
         "patch_size": 4,
         "out_hidden_size": 32,
+        # Products of smaller weights would be next to nothing beside the stream.
+        "initializer_range": 0.2,
     }
     return {
         "text_config": section,

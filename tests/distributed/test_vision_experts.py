@@ -111,6 +111,7 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "ddp 2 x ep 2": (4, {"kind": "ddp", "ep": 2}),
     "fsdp2 2 x ep 2": (4, {"kind": "fsdp2", "ep": 2}),
     "fsdp2, ep 2 x cp 2": (4, {"kind": "fsdp2", "ep": 2, "cp": 2}),
+    "fsdp2, ep 2 x tp 2": (4, {"kind": "fsdp2", "ep": 2, "tp": 2}),
 }
 # The rest runs with --full.
 OFTEN = [
@@ -130,13 +131,15 @@ RESUMED = [
     case(f"{DELTA}, packed", "fsdp2 2 x ep 2", "ep 2", id=DELTA, full=True),
     case("bf16", "ep 2", "fsdp2 2 x ep 2", id="bf16", full=True),
 ]
-TWO_DATA_RANKS = ("ep 2", "fsdp2, ep 2", "fsdp2, ep 2 x cp 2")
+TWO_DATA_RANKS = ("ep 2", "fsdp2, ep 2", "fsdp2, ep 2 x cp 2", "fsdp2, ep 2 x tp 2")
 
 
 def is_asked(kind: str, spread: str) -> bool:
     if spread == "single":
         return False
     if kind == APART and spread not in TWO_DATA_RANKS:
+        return False
+    if kind == "4bit" and "tp" in spread:
         return False
     return not (kind.startswith(DELTA) and "cp" in spread)
 
