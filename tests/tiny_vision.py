@@ -209,12 +209,13 @@ def family_processor(model_type: str) -> Any:
         return hf.LlavaOnevisionImageProcessorPil(size=square, image_grid_pinpoints=PINPOINTS)
     if model_type in ("smolvlm", "idefics3"):
         classes = {"smolvlm": hf.SmolVLMImageProcessorPil, "idefics3": hf.Idefics3ImageProcessorPil}
-        sizes = {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}}
-        return classes[model_type](**sizes)
+        edges = {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}}
+        return classes[model_type](**edges)
     if model_type in ("glm4v", "glm4v_moe"):
         # Areas of two frames.
         areas = {"shortest_edge": 2 * 8 * 8, "longest_edge": 2 * 24 * 24}
-        return Glm4vImageProcessorPil(patch_size=4, merge_size=2, size=areas)
+        sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "size": areas}
+        return Glm4vImageProcessorPil(**sizes)
     return Qwen2VLImageProcessorPil(
         patch_size=4, merge_size=2, min_pixels=8 * 8, max_pixels=24 * 24
     )

@@ -319,7 +319,7 @@ class QwenVision(Vision):
 
 @dataclass(frozen=True)
 class GlmVision(QwenVision):
-    """GLM-4.1V to GLM-4.6V: patches and positions as Qwen's, of images that are scaled otherwise.
+    """GLM-4.1V and GLM-4.5V: patches and positions as Qwen's, of images that are scaled otherwise.
 
     An image counts as `temporal_patch_size` equal frames, and its limits are of the pixels of all.
     """
