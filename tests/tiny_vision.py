@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.tiny import VISION_SPECIAL, tiny_tokenizer
+from tests.tiny import VISION_SPECIAL, let_states_last, tiny_tokenizer
 
 # Each tower sees tiles of 16 × 16 pixels in patches of 4 × 4, and has 4 tokens for one.
 SIDE = 16
@@ -14,12 +14,16 @@ INTERN = ["<img>", "</img>", "<IMG_CONTEXT>"]
 PLACES = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
 SMOL = ["<fake_token_around_image>", "<global-img>", "<image>", *PLACES]
 ONE = ["<image>", "<video>"]
+GLM = [f"<|{place}_of_{kind}|>" for kind in ("image", "video") for place in ("begin", "end")]
+GLM += ["<|image|>", "<|video|>"]
 SPECIAL = {
     "gemma3": GEMMA,
     "internvl": INTERN,
     "smolvlm": SMOL,
     "idefics3": SMOL,
     "llava_onevision": ONE,
+    "glm4v": GLM,
+    "glm4v_moe": GLM,
 }
 # What a chat template writes for an image.
 MARKS = {
@@ -28,6 +32,8 @@ MARKS = {
     "smolvlm": "<image>",
     "idefics3": "<image>",
     "llava_onevision": "<image>",
+    "glm4v": "<|image|>",
+    "glm4v_moe": "<|image|>",
 }
 # Sizes of which LLaVA-OneVision chooses one for an image.
 PINPOINTS = [[SIDE, SIDE], [SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]
@@ -51,6 +57,30 @@ TOWER: dict[str, Any] = {
 # Without the head that pools an image, which no language model reads.
 SIGLIP = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
 M_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+# Half of each head is turned.
+HALF_ROPE = {**M_ROPE, "partial_rotary_factor": 0.5}
+# Gated DeltaNet in one of two layers, and a mixture with a shared expert.
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {**HALF_ROPE, "mrope_interleaved": True},
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+GLM_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
 
 
 def template(mark: str) -> str:
@@ -101,9 +131,22 @@ def family_config(model_type: str, ids: dict[str, int], text: dict[str, Any]) ->
             "image_token_index": ids["<image>"],
             "video_token_index": ids["<video>"],
         }
+    if model_type in ("glm4v", "glm4v_moe"):
+        return glm_config(model_type, ids, text)
     tower: dict[str, Any] = {"depth": 2, "patch_size": 4, "temporal_patch_size": 2}
     if model_type == "qwen2_vl":
         tower |= {"embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}
+    elif model_type in ("qwen3_5", "qwen3_5_moe"):
+        text = {**text, **DELTA}
+        if model_type == "qwen3_5_moe":
+            text |= EXPERTS
+        tower |= {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 36,
+        }
     else:
         tower |= {
             "hidden_size": 32,
@@ -114,7 +157,7 @@ def family_config(model_type: str, ids: dict[str, int], text: dict[str, Any]) ->
             "fullatt_block_indexes": [1],
         }
     return {
-        "text_config": {**text, "rope_parameters": M_ROPE},
+        "text_config": {"rope_parameters": M_ROPE, **text},
         "vision_config": tower,
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
@@ -123,9 +166,38 @@ def family_config(model_type: str, ids: dict[str, int], text: dict[str, Any]) ->
     }
 
 
+def glm_config(model_type: str, ids: dict[str, int], text: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a GLM's config. Its mixture has a dense first layer."""
+    section = {**text, "head_dim": 16, "rope_parameters": HALF_ROPE}
+    if model_type == "glm4v_moe":
+        section |= GLM_EXPERTS
+    tower = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "image_size": SIDE,
+        "patch_size": 4,
+        "out_hidden_size": 32,
+        # Products of smaller weights would be next to nothing beside the stream.
+        "initializer_range": 0.2,
+    }
+    return {
+        "text_config": section,
+        "vision_config": tower,
+        "image_token_id": ids["<|image|>"],
+        "video_token_id": ids["<|video|>"],
+        "image_start_token_id": ids["<|begin_of_image|>"],
+        "image_end_token_id": ids["<|end_of_image|>"],
+        "video_start_token_id": ids["<|begin_of_video|>"],
+        "video_end_token_id": ids["<|end_of_video|>"],
+    }
+
+
 def family_processor(model_type: str) -> Any:
     """Return the image processor of a tiny model."""
     import transformers as hf
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     square = {"height": SIDE, "width": SIDE}
@@ -137,8 +209,13 @@ def family_processor(model_type: str) -> Any:
         return hf.LlavaOnevisionImageProcessorPil(size=square, image_grid_pinpoints=PINPOINTS)
     if model_type in ("smolvlm", "idefics3"):
         classes = {"smolvlm": hf.SmolVLMImageProcessorPil, "idefics3": hf.Idefics3ImageProcessorPil}
-        sizes = {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}}
-        return classes[model_type](**sizes)
+        edges = {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}}
+        return classes[model_type](**edges)
+    if model_type in ("glm4v", "glm4v_moe"):
+        # Areas of two frames.
+        areas = {"shortest_edge": 2 * 8 * 8, "longest_edge": 2 * 24 * 24}
+        sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "size": areas}
+        return Glm4vImageProcessorPil(**sizes)
     return Qwen2VLImageProcessorPil(
         patch_size=4, merge_size=2, min_pixels=8 * 8, max_pixels=24 * 24
     )
@@ -160,6 +237,7 @@ def tiny_family_dir(path: Path, model_type: str, seed: int = 0) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config)
+    let_states_last(model)
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

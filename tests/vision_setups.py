@@ -18,6 +18,7 @@ from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective
 from drumline.models.image_tokens import Vision
 from drumline.models.load import load_config
+from drumline.models.recurrent_trial import separate_recurrent_layers
 from drumline.models.vision import vision_of as vision_of_run
 
 LOSS = NextToken(0, has_answers=True)
@@ -50,7 +51,10 @@ def cache_of(folder: Path, vision: Vision, **data: Any) -> TokenCache:
 
 
 def built(vision: Vision) -> Any:
-    return build_model(vision.path, vision.model, seed=0).train()
+    model = build_model(vision.path, vision.model, seed=0).train()
+    # As the engine does with packed rows.
+    separate_recurrent_layers(model, "cpu")
+    return model
 
 
 def collate_alone(cache: TokenCache, samples: list[int], vision: Vision) -> TokenBatch:

@@ -152,8 +152,9 @@ def _copy_on_meta(model: Any) -> Any:
     # Attention of Drumline's own needs the lengths of documents.
     config._attn_implementation = "eager"
     # The router's loss takes masks of another shape.
-    if getattr(config, "output_router_logits", False):
-        config.output_router_logits = False
+    text_config = config.get_text_config()
+    if getattr(text_config, "output_router_logits", False):
+        text_config.output_router_logits = False
     with use_seed(0), torch.device("meta"):
         built = type(model)(config)
     return built.eval()

@@ -442,12 +442,12 @@ def _keeps_documents_apart(small: Any, ids_BT: torch.Tensor) -> bool:
 
     `ids_BT`: one row of eight tokens, four of each document.
     """
-    pack = pack_of_two(ids_BT)
+    pack = pack_of_two(small, ids_BT)
     with model_inputs(small, pack) as inputs:
         in_pack = small(**inputs, use_cache=False).logits[:, DOCUMENT_TOKENS:]
     alone = {}
-    for name, values_BT in pack.inputs().items():
-        alone[name] = values_BT[:, DOCUMENT_TOKENS:]
+    for name, values in pack.inputs().items():
+        alone[name] = values[..., DOCUMENT_TOKENS:]
     expected = small(**alone, use_cache=False).logits
     return is_close(in_pack, expected)
 

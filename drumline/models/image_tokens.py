@@ -196,7 +196,7 @@ class Vision(ABC):
 
 @dataclass(frozen=True)
 class QwenVision(Vision):
-    """Qwen2-VL to Qwen3-VL: an image of any size becomes patches, of which merge² are one token.
+    """Qwen2-VL to Qwen3.5: an image of any size becomes patches, of which merge² are one token.
 
     A grid is the number of patches in time, height and width.
 
@@ -315,6 +315,34 @@ class QwenVision(Vision):
                 next_position = stop_position
             start = stop
         return positions
+
+
+@dataclass(frozen=True)
+class GlmVision(QwenVision):
+    """GLM-4.1V and GLM-4.5V: patches and positions as Qwen's, of images that are scaled otherwise.
+
+    An image counts as `temporal_patch_size` equal frames, and its limits are of the pixels of all.
+    """
+
+    def limit_pixels(self, processor: Any, most: int) -> None:
+        super().limit_pixels(processor, most * processor.temporal_patch_size)
+
+    def measure(self, image: Any, count: int) -> Grid:
+        from drumline.vendor.transformers import glm_smart_resize
+
+        size = self.processor.size
+        patch = self.processor.patch_size
+        frames = self.processor.temporal_patch_size
+        height, width = glm_smart_resize(
+            frames,
+            image.height,
+            image.width,
+            temporal_factor=frames,
+            factor=patch * self.processor.merge_size,
+            min_pixels=size["shortest_edge"],
+            max_pixels=size["longest_edge"],
+        )
+        return 1, height // patch, width // patch
 
 
 @dataclass(frozen=True)
@@ -652,6 +680,10 @@ FAMILIES: dict[str, type[Vision]] = {
     "qwen2_5_vl": QwenVision,
     "qwen3_vl": QwenVision,
     "qwen3_vl_moe": QwenVision,
+    "qwen3_5": QwenVision,
+    "qwen3_5_moe": QwenVision,
+    "glm4v": GlmVision,
+    "glm4v_moe": GlmVision,
     "gemma3": GemmaVision,
     "internvl": InternVision,
     "smolvlm": SmolVision,
@@ -679,6 +711,12 @@ def trial_images(config: Any, ids_BT: torch.Tensor) -> tuple[torch.Tensor, dict[
     arguments = vision.arguments(pixels, [vision.blank_grid] * rows, with_image_BT)
     on_device = {name: tensor.to(ids_BT.device) for name, tensor in arguments.items()}
     return with_image_BT, on_device
+
+
+def has_rotary_positions(config: Any) -> bool:
+    """Return whether a model takes positions in time, height and width, by transformers' config."""
+    family = FAMILIES.get(config.model_type)
+    return family is not None and family.rotary_positions is not Vision.rotary_positions
 
 
 def family_of(config: Any) -> type[Vision]:

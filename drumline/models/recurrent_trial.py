@@ -159,7 +159,7 @@ def _runs_separated(small: Any, ids_BT: Tensor, classes: tuple[type[nn.Module], 
 
 def _run_pack(small: Any, ids_BT: Tensor) -> None:
     """Run a small copy on a pack of two documents. `ids_BT`: one row of eight tokens."""
-    with model_inputs(small, pack_of_two(ids_BT)) as inputs:
+    with model_inputs(small, pack_of_two(small, ids_BT)) as inputs:
         small(**inputs, use_cache=False)
 
 

@@ -25,7 +25,7 @@ from drumline.models.classes import (
     is_vision_language,
     values_by_layer,
 )
-from drumline.models.image_tokens import trial_images
+from drumline.models.image_tokens import has_rotary_positions, trial_images
 from drumline.models.recurrent import separate_alike
 
 T = TypeVar("T")
@@ -87,11 +87,16 @@ class TrialTokens:
         return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT, **self.images}
 
 
-def pack_of_two(ids_BT: torch.Tensor) -> TrialTokens:
+def pack_of_two(model: Any, ids_BT: torch.Tensor) -> TrialTokens:
     """Return a trial's eight tokens as a pack of two documents. `ids_BT`: int64[1, 8]."""
     positions_T = torch.arange(DOCUMENT_TOKENS, device=ids_BT.device)
+    positions_BT = positions_T.repeat(2)[None]
     documents = ((DOCUMENT_TOKENS, DOCUMENT_TOKENS),)
-    return TrialTokens(ids_BT, positions_T.repeat(2)[None], document_lengths=documents)
+    arguments = {}
+    if has_rotary_positions(model.config):
+        # As `ImageInputs.inputs`. By two dimensions Qwen2-VL does not find documents.
+        arguments = {"position_ids": positions_BT.expand(4, -1, -1)}
+    return TrialTokens(ids_BT, positions_BT, arguments, documents)
 
 
 def trial_tokens(model: Any, ids_BT: torch.Tensor) -> TrialTokens:

@@ -89,6 +89,9 @@ def check_role_rules(case: Case, trainable: bool) -> None:
     if trainable:
         # The tower of a frozen model has no gradients to wait for.
         rules.insert(0, _unseen_images)
+    elif case.facts is not None and not case.facts.experts:
+        # It has nothing to cut over the ranks of ep, which are data ranks for all of its weights.
+        rules.remove(_expert_parallel)
     _raise_first_refusal(rules, case)
 
 
@@ -666,8 +669,6 @@ def _expert_parallel(case: Case) -> Iterator[Refusal]:
             reason += f" × tp {mesh.tp}, whose ranks hold some of them each"
             instead = "choose an ep and a tp whose product divides their number"
         yield Refusal("ep × experts", reason, instead, where)
-    if is_vision_language(case):
-        yield Refusal("ep × images", "it is tested for texts", "use fsdp2 without ep", where)
 
 
 def _router_bias(case: Case) -> Iterator[Refusal]:

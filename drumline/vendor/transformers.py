@@ -32,6 +32,7 @@ PLACES = {
     "find_packed_sequence_indices": "transformers.masking_utils:find_packed_sequence_indices",
     "get_checkpoint_conversion_mapping": "transformers.conversion_mapping:get_checkpoint_conversion_mapping",
     "get_model_conversion_mapping": "transformers.conversion_mapping:get_model_conversion_mapping",
+    "glm_smart_resize": "transformers.models.glm4v.image_processing_pil_glm4v:smart_resize",
     "grouped_linear": "transformers.integrations.moe:_grouped_linear",
     "image_size_to_num_patches": (
         "transformers.models.llava_onevision.modeling_llava_onevision:image_size_to_num_patches"

@@ -33,7 +33,7 @@ from tests.distributed.setups import (
 )
 from tests.distributed.setups import case as case_of
 from tests.harness import Sections, column, events, losses, write_config
-from tests.tiny import read_model, tiny_model_dir
+from tests.tiny import read_model, tiny_architecture_dir, tiny_model_dir
 
 DISTILL: Sections = {"kind": "distill", "loss_chunk": 32}
 CASES: dict[str, Sections] = {
@@ -195,6 +195,38 @@ def test_live_and_precomputed_say_the_same(tmp_path: Path, models: Path) -> None
     for key in FIGURES:
         asked = column(live / "run", key, "eval")
         assert np.allclose(column(precomputed / "run", key, "eval"), asked, rtol=1e-5)
+
+
+@pytest.mark.parametrize("log_probs", ["live", "precomputed"])
+def test_a_mixture_with_ep_learns_from_a_dense_teacher(
+    tmp_path: Path, models: Path, log_probs: str
+) -> None:
+    """The teacher's weights are cut over the ranks of ep as under FSDP2, or whole as under DDP."""
+    student = tiny_architecture_dir(tmp_path / "student", "qwen3_moe", layers=2)
+    teacher = {"id": str(models / "teacher")}
+    algorithm = {**DISTILL, "top_k": 8, "log_probs": log_probs, "teacher": teacher}
+    strategies: dict[str, Any] = {
+        "one": "single",
+        "ddp": {"kind": "ddp", "ep": 2},
+        "fsdp2": {"kind": "fsdp2", "ep": 2},
+    }
+    plans = []
+    for name, strategy in strategies.items():
+        world_size = 1 if name == "one" else 2
+        settings = merge(BASE, {"algorithm": algorithm, "strategy": strategy})
+        # Each run has a token cache of its own, so that each asks the teacher itself.
+        folder = tmp_path / name
+        folder.mkdir()
+        plans.append(plan_in(folder, "one", world_size, student, **settings))
+    train(plans)
+    alone = tmp_path / "one" / "one" / "run"
+    for name in ("ddp", "fsdp2"):
+        spread = tmp_path / name / "one" / "run"
+        apart = difference(spread, alone)
+        assert apart.largest <= TOLERANCE, (name, apart)
+        for key in FIGURES:
+            same_evaluations(spread, alone, TOLERANCE, key)
+    assert column(alone, "kl", "eval")[0] > 0.1
 
 
 def found_of(run: Path) -> list[bool]:

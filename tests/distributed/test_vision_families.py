@@ -52,7 +52,11 @@ FAMILIES = (
     "llava_onevision",
     "qwen2_5_vl",
     "qwen2_vl",
+    "qwen3_5",
+    "glm4v",
 )
+# Documents of a pack are told apart by a fourth position beside those in time, height and width.
+PACKED = ("qwen2_5_vl, packed", "qwen3_5, packed", "glm4v, packed")
 PAIRS = ("dpo", "orpo", "simpo", "kto", "reward")
 # Two prompts a step: one with an image, one without.
 GRPO: Sections = {
@@ -72,6 +76,7 @@ GRPO: Sections = {
 JUDGED = "grpo, reward model"
 CASES: dict[str, Sections] = {
     **{family: {} for family in FAMILIES},
+    **{name: {"data": {"packing": True, "max_length": 128}} for name in PACKED},
     **{kind: {"algorithm": {"kind": kind}} for kind in PAIRS},
     "grpo": GRPO,
     JUDGED: GRPO,
@@ -93,6 +98,9 @@ STAY = (
     ("smolvlm", "fsdp2"),
     ("llava_onevision", "fsdp2"),
     ("qwen2_5_vl", "ddp"),
+    ("qwen2_5_vl, packed", "ddp"),
+    ("qwen3_5", "fsdp2"),
+    ("glm4v", "ddp"),
     ("dpo", "fsdp2"),
     ("kto", "ddp"),
     ("reward", "fsdp2"),
@@ -151,7 +159,8 @@ class Planner:
         folder = self.root / name
         folder.mkdir()
         rows = self.pairs if case in PAIRS else self.texts
-        model = self.model(case if case in FAMILIES else "qwen3_vl")
+        family, _, _ = case.partition(",")
+        model = self.model(family if family in FAMILIES else "qwen3_vl")
         path = write_config(folder, model, **merge(BASE, CASES[case], sections))
         overrides = [
             f"data.train=[{{kind: file, path: {rows}}}]",

@@ -301,16 +301,19 @@ def test_the_teacher_is_planned_and_counted_once(folder: Path, tmp_path: Path) -
     assert rollout_seconds(half, facts, cluster()) <= whole
 
 
-def test_a_refusal_names_the_model_that_it_is_of(folder: Path, tmp_path: Path) -> None:
-    """The policy has experts. It read as if it had none."""
-    student = tiny_architecture_dir(tmp_path / "student", "qwen3_moe", layers=2)
-    algorithm = {
-        "kind": "gkd",
-        "teacher": {"id": str(folder / "model")},
-        "generator": {"kind": "hf", "max_new_tokens": 8},
-    }
-    path = write_config(tmp_path, student, algorithm=algorithm, strategy={"kind": "fsdp2", "ep": 2})
-    with pytest.raises(PlanError, match="of the teacher: ep × the model: it has no experts"):
+def test_beside_a_mixture_with_ep_a_frozen_model_may_be_dense(folder: Path, tmp_path: Path) -> None:
+    """A refusal of one that is trained names it: the policy has experts."""
+    mixture = tiny_architecture_dir(tmp_path / "mixture", "qwen3_moe", layers=2)
+    dense = {"id": str(folder / "model")}
+    common = {"generator": {"kind": "hf", "max_new_tokens": 8}}
+    rewards = [{"kind": "regex", "pattern": "a"}]
+    gkd = {"kind": "gkd", "teacher": dense, **common}
+    ppo = {"kind": "ppo", "value": "separate", "value_model": dense, "rewards": rewards, **common}
+    ep = {"kind": "fsdp2", "ep": 2}
+    plan = resolve_plan(write_config(tmp_path, mixture, algorithm=gkd, strategy=ep), world_size=2)
+    assert plan.mesh.ep == 2
+    path = write_config(tmp_path, mixture, algorithm=ppo, strategy=ep)
+    with pytest.raises(PlanError, match="of the value: ep × the model: it has no experts"):
         resolve_plan(path, world_size=2)
 
 

@@ -55,6 +55,10 @@ TESTED = (
     "llava_onevision",
     "qwen2_5_vl",
     "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "glm4v",
+    "glm4v_moe",
 )
 # Columns and rows of pixels of an image that several families cut into tiles.
 WIDE = (40, 20)
@@ -130,7 +134,8 @@ def text_of_image(vision: Vision, image: Any) -> str:
         inputs = processed(vision, [image])
         return LlavaOnevisionProcessor.replace_image_token(own, inputs, 0)
     _, height, width = processed(vision, [image])["image_grid_thw"][0].tolist()
-    return "<|image_pad|>" * (height * width // 4)
+    token = "<|image|>" if kind.startswith("glm4v") else "<|image_pad|>"
+    return token * (height * width // 4)
 
 
 @pytest.mark.parametrize("size", [WIDE, (SIDE, SIDE), (20, 40), (8, 8)])
