@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,12 +222,10 @@ def test_sentence_transformers_gives_the_embeddings(embedder: Embedder) -> None:
 def test_sentence_transformers_has_the_same_losses_of_a_reranker(
     reranker: tuple[Path, torch.Tensor],
 ) -> None:
-    require_peer()
-    from sentence_transformers import CrossEncoder
-    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss, ListNetLoss
-
+    library = require_peer()
+    losses = importlib.import_module("sentence_transformers.cross_encoder.losses")
     folder, _ = reranker
-    model = CrossEncoder(str(folder), device="cpu")
+    model = library.CrossEncoder(str(folder), device="cpu")
     for row in retrieval_rows(HELD_OUT, seed=1):
         texts = [row["positive"], *row.get("negative", [])]
         queries = [row["query"]] * len(texts)
@@ -237,9 +236,9 @@ def test_sentence_transformers_has_the_same_losses_of_a_reranker(
                 activation_fn=torch.nn.Identity(),
                 convert_to_tensor=True,
             )[None]
-            pointwise = BinaryCrossEntropyLoss(model)([queries, texts], answers)
+            pointwise = losses.BinaryCrossEntropyLoss(model)([queries, texts], answers)
             # Its targets are a softmax of the labels, here 1 for the positive and 0 for all others.
-            listwise = ListNetLoss(model)([[row["query"]], [texts]], [1e4 * answers])
+            listwise = losses.ListNetLoss(model)([[row["query"]], [texts]], [1e4 * answers])
         present_PC = torch.ones_like(logits_PC, dtype=torch.bool)
         own_pointwise = pointwise_loss(logits_PC, present_PC)[0]
         own_listwise = listwise_loss(logits_PC, present_PC)[0]
@@ -251,8 +250,7 @@ def test_sentence_transformers_has_the_same_losses_of_a_reranker(
 def test_sentence_transformers_has_the_same_loss_of_embeddings(sizes: tuple[int, ...]) -> None:
     """Also with Matryoshka sizes, whose losses are added to that of all numbers."""
     require_peer()
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-
+    losses = importlib.import_module("sentence_transformers.sentence_transformer.losses")
     samples, texts, width = 7, 4, 16
     draw = torch.Generator().manual_seed(0)
     embeddings_NRD = torch.randn(samples, texts, width, generator=draw, dtype=torch.float64)
@@ -260,7 +258,7 @@ def test_sentence_transformers_has_the_same_loss_of_embeddings(sizes: tuple[int,
     own = InfoNCE(0.05, normalize=True, sizes=sizes).compare(embeddings_NRD, ids_NR, True)
 
     leaf_NRD = embeddings_NRD.clone().requires_grad_()
-    ranking: Any = MultipleNegativesRankingLoss(None, scale=20.0)
+    ranking = losses.MultipleNegativesRankingLoss(None, scale=20.0)
     loss = torch.zeros((), dtype=torch.float64)
     for size in (width, *sizes):
         columns = list(leaf_NRD[..., :size].unbind(1))
