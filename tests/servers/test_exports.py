@@ -73,7 +73,8 @@ SHAPES: dict[str, Sections] = {
         "sliding_window": 32,
         "tie_word_embeddings": False,
     },
-    # `topk_method` is in the published config, and vLLM reads it; transformers does not.
+    # The published config has `topk_method` and `scoring_func`, which vLLM reads and transformers
+    # does not.
     "deepseek_v3": {
         **WIDE,
         **EXPERTS,
@@ -83,6 +84,7 @@ SHAPES: dict[str, Sections] = {
         "n_group": 2,
         "topk_group": 2,
         "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
         "q_lora_rank": 32,
         # vLLM's kernel for a CPU takes the published sizes of these two alone.
         "kv_lora_rank": 512,
@@ -164,9 +166,10 @@ def train_and_export(folder: Path, model: Path, config: Path, dtype: str) -> Tra
     return trained
 
 
-def prompts(images: list[Path] | None = None) -> list[Sections]:
+def prompts() -> list[Sections]:
+    """Return the texts as vLLM is asked about them: no text has an image."""
     tokenizer = tiny_tokenizer()
-    return [{"tokens": tokenizer.encode(text), "images": images or []} for text in TEXTS]
+    return [{"tokens": tokenizer.encode(text), "images": []} for text in TEXTS]
 
 
 @torch.no_grad()
