@@ -73,27 +73,6 @@ SHAPES: dict[str, Sections] = {
         "sliding_window": 32,
         "tie_word_embeddings": False,
     },
-    # The published config has `topk_method` and `scoring_func`, which vLLM reads and transformers
-    # does not.
-    "deepseek_v3": {
-        **WIDE,
-        **EXPERTS,
-        "head_dim": 64,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "n_group": 2,
-        "topk_group": 2,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "q_lora_rank": 32,
-        # vLLM's kernel for a CPU takes the published sizes of these two alone.
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
-        "first_k_dense_replace": 1,
-        "tie_word_embeddings": False,
-    },
     "falcon_h1": {
         **WIDE,
         "mamba_n_heads": 4,
@@ -117,7 +96,6 @@ LORA: Sections = {"adapter": {"kind": "lora", "r": 8, "alpha": 32, "targets": "a
 FAMILIES = [
     ("qwen3_moe", "fp32", LORA),
     ("gpt_oss", "fp32", LORA),
-    ("deepseek_v3", "fp32", LORA),
     ("falcon_h1", "fp32", {}),
     ("qwen3_5_text", "bf16", {}),
 ]
