@@ -262,9 +262,11 @@ CHATML_WITH_IMAGES = (
 )
 
 
-def tiny_vision_dir(path: Path, seed: int = 0, layers: int = 2, experts: int = 0) -> Path:
+def tiny_vision_dir(
+    path: Path, seed: int = 0, layers: int = 2, experts: int = 0, head_dim: int = 8
+) -> Path:
     """Save a random Qwen3-VL (fp32, about 90 thousand parameters, deepstack) with tokenizer and image processor to `path`; returns `path`.
-    `experts`: of its mixture, two of which take a token; 0 is the dense model.
+    `experts`: of its mixture, two of which take a token; 0 is the dense model. `head_dim`: of the language model, a multiple of 8.
 
     Patches of 4 x 4 pixels, four to an image token; images of 8 x 8 to 24 x 24 pixels stay as they are.
     """
@@ -290,13 +292,13 @@ def tiny_vision_dir(path: Path, seed: int = 0, layers: int = 2, experts: int = 0
             "num_hidden_layers": layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "head_dim": 8,
+            "head_dim": head_dim,
             "max_position_embeddings": 512,
             "pad_token_id": tokenizer.pad_token_id,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10000.0,
-                "mrope_section": [2, 1, 1],
+                "mrope_section": [head_dim // 4, head_dim // 8, head_dim // 8],
                 "mrope_interleaved": True,
             },
         },
