@@ -94,7 +94,7 @@ TRAINED = [
     VisionRun("8B lora", "qwen3-vl-8b", LORA),
     VisionRun("8B lora, full checkpointing", "qwen3-vl-8b", {**LORA, **RECOMPUTED}),
 ]
-# By the same training loop without the checkpoint, which would have 26 GB and more.
+# By the same training loop without the checkpoint, which would have 13 GB and more.
 STEPPED = [
     VisionRun("2B full", "qwen3-vl-2b"),
     VisionRun("2B full, full checkpointing", "qwen3-vl-2b", RECOMPUTED),
