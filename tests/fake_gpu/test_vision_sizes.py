@@ -45,7 +45,7 @@ class Wanted:
 
 
 PLANS = [
-    Wanted("qwen3-vl-2b", "1x4090", "none", "fsdp2 offload", "tight"),
+    Wanted("qwen3-vl-2b", "1x4090", "none", "fsdp2 offload"),
     Wanted("qwen3-vl-2b", "1x4090", "lora", "single"),
     Wanted("qwen3-vl-2b", "1xh100-80g", "none", "single"),
     Wanted("qwen3-vl-2b", "1xh100-80g", "lora", "single"),
