@@ -7,17 +7,13 @@ waited, and the most bytes that it had allocated.
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tests.fake_gpu.ledger import LEDGER
 from tests.fake_gpu.ledger_file import ledger_path
-
-COMPUTE_UP_TO = "FAKE_GPU_COMPUTE_UP_TO"  # bytes
 
 
 def main(arguments: list[str]) -> None:
@@ -25,8 +21,6 @@ def main(arguments: list[str]) -> None:
     from drumline.plan.plan import Plan
     from drumline.telemetry.traffic import Traffic
 
-    if COMPUTE_UP_TO in os.environ:
-        leave_weights_empty(int(os.environ[COMPUTE_UP_TO]))
     # The step whose traffic is counted reads and sends more than others.
     Traffic.FIRST = sys.maxsize
     plans = [Path(argument) for argument in arguments]
@@ -59,33 +53,6 @@ def train(path: Path, ranks: Any) -> None:
         goodput = Goodput(time.time())
         train_on(plan, ranks, resume, emit=emit, stop_flag=stop_flag, past=[], goodput=goodput)
     LEDGER.write(ledger_path(path.parent, ranks.rank), torch.cuda.max_memory_allocated())
-
-
-class Nothing:
-    """A source of weights that leaves them as they are: nobody looks at their numbers."""
-
-    uses_module_names = True
-
-    def put(self, tensors: Any, model: Any) -> None:
-        pass
-
-
-def leave_weights_empty(most_bytes: int) -> None:
-    """Give models memory and no values: those of billions of parameters would take minutes.
-
-    From then on tensors of more bytes are not computed. Before, small copies of the model, on which
-    its properties are tried, have their numbers.
-    """
-    from drumline.models.shards import Values
-    from tests.fake_gpu import compute
-
-    fill = Values.fill
-
-    def fill_with_nothing(values: Values, *args: Any, **options: Any) -> None:
-        compute.limit_to(most_bytes)
-        fill(replace(values, source=Nothing()), *args, **options)
-
-    Values.fill = fill_with_nothing  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -9,11 +9,15 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from tests.fake_gpu.ledger import LEDGER, OUTSIDE
+
+# Bytes. Models get memory but no weights, and from then on larger tensors are not computed.
+COMPUTE_UP_TO = "FAKE_GPU_COMPUTE_UP_TO"
 
 
 def install() -> None:
@@ -21,6 +25,8 @@ def install() -> None:
     _show_devices()
     after_import("torch", _prepare_torch)
     after_import("drumline.train.loop", _mark_steps)
+    if COMPUTE_UP_TO in os.environ:
+        after_import("drumline.models.shards", _leave_weights_empty)
 
 
 def _prepare_torch(torch: Any) -> None:
@@ -68,6 +74,33 @@ def _show_devices() -> None:
         return glob(path, pattern, **options)
 
     pathlib.Path.glob = glob_with_devices  # type: ignore[assignment]
+
+
+class _Nothing:
+    """A source of weights that leaves them as they are: nobody looks at their numbers."""
+
+    uses_module_names = True
+
+    def put(self, tensors: Any, model: Any) -> None:
+        pass
+
+
+def _leave_weights_empty(shards: Any) -> None:
+    """Give models memory and no values: those of billions of parameters would take minutes.
+
+    From then on tensors of more than COMPUTE_UP_TO are not computed. Before, small copies of the
+    model, on which its properties are tried, have their numbers.
+    """
+    fill = shards.Values.fill
+    most_bytes = int(os.environ[COMPUTE_UP_TO])
+
+    def fill_with_nothing(values: Any, *args: Any, **options: Any) -> None:
+        from tests.fake_gpu import compute
+
+        compute.limit_to(most_bytes)
+        fill(replace(values, source=_Nothing()), *args, **options)
+
+    shards.Values.fill = fill_with_nothing
 
 
 class _Finder(importlib.abc.MetaPathFinder):

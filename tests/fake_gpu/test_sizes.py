@@ -17,8 +17,8 @@ from benchmarks.planner_runs import ready
 from drumline.models.shapes import find
 from drumline.plan.plan import Plan
 from tests.fake_gpu.ledger_file import LedgerFile
-from tests.fake_gpu.ranks import COMPUTE_UP_TO
 from tests.fake_gpu.running import NEEDS_STAND_IN, machine, run_ranks
+from tests.fake_gpu.startup import COMPUTE_UP_TO
 from tests.harness import Sections
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200), NEEDS_STAND_IN]

@@ -28,7 +28,7 @@ from drumline.plan.facts import Weight, has_chunkable_mlp
 from drumline.plan.plan import Layout, Plan
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
-from drumline.planner.cost.activations import block_of, formula, tower_bytes
+from drumline.planner.cost.activations import TowerSetup, block_of, formula, tower_bytes
 from drumline.planner.cost.memory import memory, offloaded_bytes
 from drumline.planner.cost.times import estimate
 from drumline.planner.search.advice import with_row_length
@@ -470,6 +470,7 @@ def test_blocks_of_a_tower_are_no_blocks_of_text(name: str) -> None:
 
     assert sizes.tower_blocks == 27
     assert block_of(sizes).hidden == 4096
-    assert tower_bytes(sizes, low=True) > 0
+    setup = TowerSetup("none", entry_bytes=2, stream_entry_bytes=2)
+    assert tower_bytes(sizes, setup) > 0
     # The tower is frozen under an adapter, and keeps nothing.
-    assert tower_bytes(adapted, low=True) == 0
+    assert tower_bytes(adapted, setup) == 0

@@ -50,6 +50,7 @@ from drumline.planner.cost.activations import (
     INT64_BYTES,
     NO_HEAD,
     HeadBytes,
+    TowerSetup,
     block_of,
     formula,
     head_bytes,
@@ -613,8 +614,12 @@ def _token_activations(
 
 def _tower_activations(layout: Layout, facts: ModelFacts, tokens: float) -> float:
     """Return the bytes that a vision tower keeps for the images among `tokens`; 0 without one."""
-    is_low = layout.precision != "fp32"
-    return IMAGE_SHARE * tokens * tower_bytes(facts, is_low)
+    setup = TowerSetup(
+        recomputation=layout.activation_checkpointing,
+        entry_bytes=PRECISION_BYTES[layout.precision],
+        stream_entry_bytes=stream_entry_bytes(layout),
+    )
+    return IMAGE_SHARE * tokens * tower_bytes(facts, setup)
 
 
 def _states_between_stages(layout: Layout, pp_rank: int, micro_batches: int) -> int:
@@ -712,17 +717,24 @@ def _head_of_rank(
     if facts.encoder_decoder:
         # The other half of the tokens are of the encoder.
         tokens /= 2
+    targets = tokens
+    if facts.vision_language and chunk:
+        # No token of an image is a target, and chunks are made of targets alone.
+        targets = (1 - IMAGE_SHARE) * tokens
     is_trainable = any(weight.trainable for weight in heads)
-    return head_bytes(
+    head = head_bytes(
         compute_mode_of(layout),
         rows,
         facts.hidden,
         chunk,
-        tokens,
+        targets,
         is_trainable,
         algorithm.head_outputs,
         facts.caps_logits,
     )
+    # The hidden states of all tokens have a gradient.
+    gradient = FP32_BYTES * (tokens - targets) * facts.hidden
+    return head._replace(loss=head.loss + gradient, backward=head.backward + gradient)
 
 
 def _makes_logits(weight: Weight, facts: ModelFacts) -> bool:
