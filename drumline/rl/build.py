@@ -21,11 +21,12 @@ from drumline.rl.generate import (
     VisionPrompts,
     Weights,
 )
-from drumline.rl.hand_over import AdapterFiles, WeightFolder
+from drumline.rl.hand_over import AdapterFiles
 from drumline.rl.restarts import restore_none
 from drumline.rl.servers import ServedGenerator, Server
 from drumline.rl.sglang import RemoteSGLang
 from drumline.rl.vllm import InProcessVLLM, RemoteVLLM
+from drumline.rl.weight_folder import WeightFolder
 
 
 @dataclass(frozen=True)
