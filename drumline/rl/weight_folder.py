@@ -18,7 +18,8 @@ from drumline.rl.servers import ServedGenerator, Server
 
 # The most bytes of a file of weights. Rank 0 holds the weights of one file in host memory.
 SHARD_BYTES = 2 * 2**30
-# The name that PEFT gives an adapter's weights.
+# The names that PEFT gives an adapter's files.
+ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 METADATA = {"format": "pt"}
 

@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import time
+import tomllib
 from pathlib import Path
 
 import httpx2
+import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -39,17 +41,42 @@ SETTINGS = {
 }
 
 
+def lay_out_plug_in(folder: Path) -> list[str]:
+    """Return places for Python's path by which vLLM finds the plug-in drumline-vllm as installed.
+
+    `folder`: gets what pip writes of an installed package.
+    """
+    source = ROOT / "plugins/vllm"
+    project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
+    name = project["name"]
+    version = project["version"]
+    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    (metadata / "METADATA").write_text(text)
+    lines = []
+    for group, points in project["entry-points"].items():
+        lines.append(f"[{group}]")
+        lines += [f"{point} = {place}" for point, place in points.items()]
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return [str(source / "src"), str(folder)]
+
+
 class RealServer:
     """A process of vLLM that serves the model in a folder.
 
     `has_adapters`: it can load LoRA adapters. It then fails on a CPU if it is asked for the log-probs of
     a prompt (vLLM 0.32).
+    `has_plug_in`: it can read weights over the network.
     """
 
-    def __init__(self, model: Path, log: Path, *, has_adapters: bool = True) -> None:
+    def __init__(
+        self, model: Path, log: Path, *, has_adapters: bool = True, has_plug_in: bool = True
+    ) -> None:
         self.model = model
         self.log = log
         self.has_adapters = has_adapters
+        self.has_plug_in = has_plug_in
         self.url = ""
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -70,12 +97,17 @@ class RealServer:
         if self.has_adapters:
             arguments.append("--enable-lora")
             options["--max-lora-rank"] = str(MOST_RANK)
+        if self.has_plug_in:
+            options["--weight-transfer-config"] = '{"backend": "drumline"}'
         for name, value in options.items():
             arguments += [name, value]
         variables = {**os.environ, **SETTINGS}
         # It has packages of its own, which it need not compile at each start.
         for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE"):
             variables.pop(name, None)
+        if self.has_plug_in:
+            places = lay_out_plug_in(self.log.parent / "plug-in")
+            variables["PYTHONPATH"] = os.pathsep.join(places)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 arguments, env=variables, stdout=log, stderr=log, start_new_session=True
@@ -139,6 +171,11 @@ class RealServer:
     def _post(self, path: str, body: dict[str, object]) -> None:
         answer = httpx2.post(f"{self.url}{path}", json=body, timeout=60)
         assert answer.is_success, answer.text
+
+    def sampler_process(self) -> int:
+        """Return the id of the process that has the weights, which reads new ones."""
+        (child,) = psutil.Process(self.process.pid).children()
+        return child.pid
 
     def stop(self) -> None:
         """End the server as Ctrl-C does, or kill it if it does not end."""
