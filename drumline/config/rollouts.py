@@ -236,12 +236,11 @@ class ServerGenerator(_Generator):
     )
     weights: Literal["none", "folder", "adapter"] = Field(
         "folder",
-        description="How the servers get new weights. folder: all weights are written to `folder`, and the servers load them. none:"
-        " servers keep their own weights.",
+        description="Which new weights the servers get. folder: all of them. none: servers keep their own weights.",
     )
     folder: PathText | None = Field(
         None,
-        description="transport: folder: the folder that weights are written to, which the servers see under the same path; null:"
+        description="With transport: folder, the folder that weights are written to, which the servers see under the same path; null:"
         " RUN/rollout-weights.",
     )
     transport: Literal["folder", "network"] = Field(
@@ -283,8 +282,8 @@ class VLLMGenerator(ServerGenerator):
     )
     weights: Literal["none", "folder", "adapter"] = Field(
         "folder",
-        description="url: how the servers get new weights. folder: all weights are written to `folder`, and the servers load them (start"
-        " them with VLLM_SERVER_DEV_MODE=1). adapter: the LoRA adapter alone is (start them with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1,"
+        description="url: which new weights the servers get, by `transport`. folder: all of them (start the servers with"
+        " VLLM_SERVER_DEV_MODE=1). adapter: the LoRA adapter alone (start them with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1,"
         " --enable-lora and --max-lora-rank; tested with vLLM 0.32 on a CPU). none: servers keep their own weights.",
     )
     memory: float = Field(

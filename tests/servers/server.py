@@ -11,7 +11,6 @@ import tomllib
 from pathlib import Path
 
 import httpx2
-import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -63,7 +62,7 @@ def lay_out_plug_in(folder: Path) -> list[str]:
 
 
 class RealServer:
-    """A process of vLLM that serves the model in a folder.
+    """A process of vLLM that serves the model in a folder, each time under the same url.
 
     `has_adapters`: it can load LoRA adapters. It then fails on a CPU if it is asked for the log-probs of
     a prompt (vLLM 0.32).
@@ -84,8 +83,9 @@ class RealServer:
         """Start the server and wait until it answers; return False if it runs already."""
         if self.process is not None and self.process.poll() is None:
             return False
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        if not self.url:
+            self.url = f"http://127.0.0.1:{free_port()}"
+        port = httpx2.URL(self.url).port
         options = {
             "--served-model-name": "base",
             "--dtype": "float32",
@@ -171,11 +171,6 @@ class RealServer:
     def _post(self, path: str, body: dict[str, object]) -> None:
         answer = httpx2.post(f"{self.url}{path}", json=body, timeout=60)
         assert answer.is_success, answer.text
-
-    def sampler_process(self) -> int:
-        """Return the id of the process that has the weights, which reads new ones."""
-        (child,) = psutil.Process(self.process.pid).children()
-        return child.pid
 
     def stop(self) -> None:
         """End the server as Ctrl-C does, or kill it if it does not end."""
