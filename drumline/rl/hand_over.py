@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -86,8 +86,8 @@ class HandOver(ABC, Generic[Kept]):
         Raises on all ranks if the weights cannot be kept or no server takes them: the error
         itself on rank 0, DrumlineError on the others. In the first hand-over each server must take them.
         """
-        hand_over = self.hold(weights)
-        hand_over()
+        kept, failure = self._keep(weights)
+        self._hand_over(kept, failure)
 
     def hold(self, weights: Weights) -> Callable[[], None]:
         """Keep the weights, and return the function that hands them over. Both are collective.
@@ -97,19 +97,41 @@ class HandOver(ABC, Generic[Kept]):
         """
         kept, failure = self._keep(weights)
         self.held.append(kept)
-        return partial(self._hand_over, kept, failure)
+        return partial(self._hand_over_held, kept, failure)
 
-    def _hand_over(self, weights: Kept, failure: DrumlineError | None) -> None:
-        """Have the servers load weights. `failure`: why they could not be kept, on rank 0."""
+    def _hand_over_held(self, weights: Kept, failure: DrumlineError | None) -> None:
+        """Have the servers load weights that were held until now. Collective."""
+        self.held.remove(weights)
+        self._hand_over(weights, failure)
+
+    def _hand_over(
+        self,
+        weights: Kept,
+        failure: DrumlineError | None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Have the servers load weights. Collective.
+
+        Args:
+            weights: The weights, on rank 0.
+            failure: Why they could not be kept, on rank 0.
+            meanwhile: What all ranks do while the servers load; None: they wait.
+        """
         self._share_lost_servers()
         previous = self.present
         self.present = weights
         self.version = f"{self.generator.version_prefix}-{self.hand_overs}"
-        if rank_and_world_size()[0] == 0 and failure is None:
-            failure = self._load_on_servers(self.pool.servers)
-            if failure is None and previous is not None:
-                self._release(previous)
-        self.held.remove(weights)
+        is_rank_0 = rank_and_world_size()[0] == 0
+        with ThreadPoolExecutor(1) as thread:
+            loading: Future[DrumlineError | None] | None = None
+            if is_rank_0 and failure is None:
+                loading = thread.submit(self._load_on_servers, self.pool.servers)
+            if meanwhile is not None:
+                meanwhile()
+            if loading is not None:
+                failure = loading.result()
+        if is_rank_0 and failure is None and previous is not None:
+            self._release(previous)
         self.hand_overs += 1
         states = [server.state() for server in self.pool.servers]
         self.pool.set_states(_share_from_rank_0(states, failure))

@@ -17,9 +17,11 @@ import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
-from threading import Thread
+from threading import Condition, Thread
 from typing import Any, NamedTuple, Self
 
 import httpx2
@@ -60,17 +62,60 @@ class HostWeights(ABC):
 
 
 class HostTensors(HostWeights):
-    """All weights of a model, as tensors."""
+    """All weights of a model, as tensors. Servers may read the first ones before the last ones are there."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self) -> None:
+        # The name of a weight → its copy, in the order in which they came.
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: list[str] = []
+        self._is_complete = False
+        self._has_failed = False
+        self._changed = Condition()
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Add a weight."""
+        with self._changed:
+            self.tensors[name] = tensor
+            self._names.append(name)
+            self._changed.notify_all()
+
+    def end(self, *, has_failed: bool) -> None:
+        """Note that no weight will be added. `has_failed`: some are missing, so that nobody may take the others."""
+        with self._changed:
+            self._is_complete = True
+            self._has_failed = has_failed
+            self._changed.notify_all()
 
     def entries(self) -> Iterator[Entry]:
-        """Yield all tensors in their order."""
-        for name, tensor in self.tensors.items():
+        """Yield all tensors in their order, each as soon as it is there.
+
+        Raises RuntimeError if some will never be there.
+        """
+        for number in count():
+            name = self._wait_for_name(number)
+            if name is None:
+                return
+            tensor = self.tensors[name]
             dtype = str(tensor.dtype).removeprefix("torch.")
             content = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
             yield Entry({"tensor": name, "dtype": dtype, "shape": list(tensor.shape)}, content)
+
+    def _wait_for_name(self, number: int) -> str | None:
+        """Return the name of the weight with a number once it is there; None if there are not so many.
+
+        Raises RuntimeError if some will never be there.
+        """
+
+        def is_known() -> bool:
+            return self._is_complete or number < len(self._names)
+
+        with self._changed:
+            self._changed.wait_for(is_known)
+            if self._has_failed:
+                raise RuntimeError("the weights are not complete")
+            if number == len(self._names):
+                return None
+            return self._names[number]
 
 
 class HostFiles(HostWeights):
@@ -105,30 +150,43 @@ class WeightNetwork(HandOver[HostWeights]):
         self.vllm = generator
         self.dtype = dtype
         self.adapter = adapter
-        # Tensors that nothing reads any more, whose memory the next weights take.
-        self._spare: dict[str, torch.Tensor] = {}
 
     def refresh(self, weights: Weights) -> None:
-        """Hand over the weights at once, see HandOver."""
+        """Hand over the weights at once, see HandOver. Servers read the first ones while others are copied."""
+        if self.adapter is not None:
+            super().refresh(weights)
+            return
+        spare: dict[str, torch.Tensor] = {}
         # Nothing is sampled by the present weights any more. Without this the model would be held twice.
         if isinstance(self.present, HostTensors):
-            self._spare = self.present.tensors
+            spare = self.present.tensors
             self.present = None
-        super().refresh(weights)
+        tensors = HostTensors()
+        self._hand_over(tensors, None, partial(self._fill, tensors, weights, spare))
 
     def _keep(self, weights: Weights) -> tuple[HostWeights, DrumlineError | None]:
         """Copy the weights to rank 0's host memory, see HandOver."""
-        spare = self._spare
-        self._spare = {}
-        tensors = {}
+        tensors = HostTensors()
+        self._fill(tensors, weights, {})
+        if self.adapter is None or not tensors.tensors:
+            return tensors, None
+        return HostFiles(adapter_contents(self.adapter, tensors.tensors)), None
+
+    def _fill(self, tensors: HostTensors, weights: Weights, spare: dict[str, torch.Tensor]) -> None:
+        """Copy weights to host memory on rank 0. Collective.
+
+        `spare`: tensors whose memory may be used; they are taken out.
+        """
         is_rank_0 = rank_and_world_size()[0] == 0
-        # Each step of the iterator is collective, and rank 0 alone needs the tensors.
-        for name, tensor in weights:
-            if is_rank_0:
-                tensors[name] = self._copy(tensor, spare.pop(name, None))
-        if self.adapter is None or not is_rank_0:
-            return HostTensors(tensors), None
-        return HostFiles(adapter_contents(self.adapter, tensors)), None
+        is_whole = False
+        try:
+            # Each step of the iterator is collective, and rank 0 alone needs the tensors.
+            for name, tensor in weights:
+                if is_rank_0:
+                    tensors.add(name, self._copy(tensor, spare.pop(name, None)))
+            is_whole = True
+        finally:
+            tensors.end(has_failed=not is_whole)
 
     def _copy(self, tensor: torch.Tensor, spare: torch.Tensor | None) -> torch.Tensor:
         """Return a copy of a tensor in host memory: that of `spare`, if it fits."""

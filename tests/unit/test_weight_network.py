@@ -20,6 +20,7 @@ from drumline.rl.restarts import CheckedSampling
 from drumline.rl.weight_network import HostTensors, WeightOffer, address_for
 from drumline_vllm.reading import ReadingError, read_tensors
 from tests.harness import column, drumline
+from tests.loopback import until
 from tests.served_runs import TWO_RANKS, write_served_run
 from tests.tiny import read_model, tiny_model_dir
 from tests.unit.test_server_adapters import LORA, adapted, adapter_of, generator_of, learn
@@ -47,6 +48,10 @@ def make(servers: list[StubServer], **options: Any) -> tuple[Any, Any]:
     return make_generator(config)
 
 
+def paths(server: StubServer) -> list[str]:
+    return [path for path, _ in server.asked]
+
+
 def weights_of(model: Any) -> Any:
     return model.named_parameters(remove_duplicate=False)
 
@@ -59,8 +64,18 @@ TENSORS = {
 }
 
 
+def host_tensors(
+    tensors: dict[str, torch.Tensor], kind: type[HostTensors] = HostTensors
+) -> HostTensors:
+    made = kind()
+    for name, tensor in tensors.items():
+        made.add(name, tensor)
+    made.end(has_failed=False)
+    return made
+
+
 def offer_of(tensors: dict[str, torch.Tensor], seconds: float = 20) -> WeightOffer:
-    return WeightOffer(HostTensors(tensors), "127.0.0.1", seconds)
+    return WeightOffer(host_tensors(tensors), "127.0.0.1", seconds)
 
 
 def test_what_is_read_is_what_was_offered() -> None:
@@ -105,7 +120,7 @@ class BreaksOff(HostTensors):
 
 
 def test_weights_that_break_off_are_not_taken_for_whole() -> None:
-    with WeightOffer(BreaksOff(TENSORS), "127.0.0.1", 20) as offer:
+    with WeightOffer(host_tensors(TENSORS, BreaksOff), "127.0.0.1", 20) as offer:
         with pytest.raises(ReadingError, match="broke off"):
             list(read_tensors(offer.url, 20))
 
@@ -151,9 +166,9 @@ def test_the_memory_of_the_weights_before_is_used_again(
     places: list[int] = []
 
     class Noted(HostTensors):
-        def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-            super().__init__(tensors)
-            places.append(next(iter(tensors.values())).data_ptr())
+        def end(self, *, has_failed: bool) -> None:
+            super().end(has_failed=has_failed)
+            places.append(next(iter(self.tensors.values())).data_ptr())
 
     monkeypatch.setattr(weight_network, "HostTensors", Noted)
     learned = read_model(model)
@@ -166,6 +181,34 @@ def test_the_memory_of_the_weights_before_is_used_again(
     assert places[2] != places[1], "the present ones may have to be handed over again"
 
     waiting()
+
+
+def test_servers_read_while_weights_are_gathered(servers: list[StubServer], model: Path) -> None:
+    """And do not take them if gathering fails."""
+    learned = read_model(model)
+    change_weights(learned, 0)
+    made, refresh = make(servers)
+    weights = list(weights_of(learned))
+
+    def slow_weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, weight in enumerate(weights):
+            if number == len(weights) - 1:
+                until(lambda: all("/update_weights" in paths(each) for each in servers), 60)
+            yield weight
+
+    refresh(slow_weights())
+    assert_same(made.generate(REQUESTS, 3), sample_here(learned, 3))
+
+    def broken_weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield weights[0]
+        raise RuntimeError("out of memory")
+
+    loads = servers[0].loads
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        refresh(broken_weights())
+
+    assert servers[0].loads == loads
 
 
 @pytest.mark.slow
