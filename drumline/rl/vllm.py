@@ -175,7 +175,9 @@ class RemoteVLLM(ServedGenerator):
             server.request("/finish_weight_update", {})
             server.request("/start_weight_update", {})
 
-    def load_adapter(self, server: Server, folder: Path, name: str, further_fix: str = "") -> None:
+    def load_adapter(
+        self, server: Server, folder: Path, name: str, folder_advice: str = ""
+    ) -> None:
         """Have a server drop the previous adapter and load the new one.
 
         Each version has a name of its own, because the server's prefix cache tells adapters apart by
@@ -187,11 +189,11 @@ class RemoteVLLM(ServedGenerator):
             server: The server.
             folder: The folder with PEFT's files, as the server sees it.
             name: The adapter's name.
-            further_fix: What else may help if it does not load.
+            folder_advice: What else may help if it does not load.
         """
         fix = (
             f"start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and a"
-            f" --max-lora-rank of adapter.r or more{further_fix}"
+            f" --max-lora-rank of adapter.r or more{folder_advice}"
         )
         fixes = {400: fix, 404: fix, 500: fix}
         has_adapter = server.model.startswith(self.version_prefix)

@@ -97,7 +97,7 @@ class HostTensors(HostWeights):
                 return
             tensor = self.tensors[name]
             dtype = str(tensor.dtype).removeprefix("torch.")
-            content = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            content = tensor.reshape(-1).view(torch.uint8).numpy().data
             yield Entry({"tensor": name, "dtype": dtype, "shape": list(tensor.shape)}, content)
 
     def _wait_for_name(self, number: int) -> str | None:
@@ -318,8 +318,8 @@ class OfferHandler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         """Set the longest that a write may wait."""
-        self.timeout = self.server.seconds
         super().setup()
+        self.connection.settimeout(self.server.seconds)
 
     def do_GET(self) -> None:
         """Send the weights to who knows their path."""

@@ -61,7 +61,7 @@ def write_files(source: str, seconds: float, folder: Path) -> None:
         # A name without a folder, whatever the trainer sends.
         path = folder / Path(about["file"]).name
         written = path.with_name(f"{path.name}.{os.getpid()}")
-        written.write_bytes(memoryview(content.numpy()))
+        written.write_bytes(content.numpy().data)
         written.replace(path)
 
 
@@ -69,12 +69,12 @@ def _read_entries(
     source: str, seconds: float, headers: dict[str, str]
 ) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
     """Yield what each line says, and the bytes behind it, as uint8."""
-    parts = urlsplit(source)
+    url = urlsplit(source)
     # No proxy of the environment is used: the trainer is in the same cluster.
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=seconds)
-    trainer = f"the trainer at {parts.hostname}:{parts.port}"
+    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=seconds)
+    trainer = f"the trainer at {url.hostname}:{url.port}"
     try:
-        connection.request("GET", parts.path, headers=headers)
+        connection.request("GET", url.path, headers=headers)
         answer = connection.getresponse()
         if answer.status != http.client.OK:
             raise ReadingError(f"{trainer} answered {answer.status}")
@@ -101,7 +101,7 @@ def _read_line(answer: http.client.HTTPResponse, trainer: str) -> dict[str, Any]
 def _read_bytes(answer: http.client.HTTPResponse, count: int, trainer: str) -> torch.Tensor:
     """Return the next bytes, uint8[count]."""
     content = torch.empty(count, dtype=torch.uint8)
-    rest = memoryview(content.numpy())
+    rest = content.numpy().data
     while rest:
         arrived = answer.readinto(rest)
         if not arrived:
