@@ -85,7 +85,8 @@ class DrumlineWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _read_adapter(self, update_info: UpdateInfo, name: str) -> None:
         """Read the files of an adapter into a folder of this name, and remove the one before."""
-        folder = memory_folder() / name
+        # A name without a folder, whatever the trainer sends.
+        folder = memory_folder() / Path(name).name
         write_files(update_info.source, update_info.seconds, folder)
         if folder != self._folder:
             self._remove_folder()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-NAME = "drumline"
+import functools
 
 
+@functools.cache
 def register() -> None:
     """Add the engine `drumline` to those that `--weight-transfer-config` may name.
 
-    vLLM may call it several times in a process.
+    vLLM may call it several times in a process, and refuses a name that it has.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if NAME not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            NAME, "drumline_vllm.engine", "DrumlineWeightTransferEngine"
-        )
+    WeightTransferEngineFactory.register_engine(
+        "drumline", "drumline_vllm.engine", "DrumlineWeightTransferEngine"
+    )
