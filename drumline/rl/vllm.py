@@ -23,6 +23,8 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+import httpx2
+
 from drumline.config.rollouts import VLLMGenerator as Config
 from drumline.data.targets import end_ids
 from drumline.errors import DrumlineError, EnvironmentFault
@@ -154,8 +156,9 @@ class RemoteVLLM(ServedGenerator):
         update: dict[str, Any] = {"source": source, "seconds": server.timeout_seconds}
         is_adapter = self.config.weights == "adapter"
         if is_adapter:
-            # Servers of one host have a folder each.
-            update["adapter"] = f"{version}-{self.pool.servers.index(server)}"
+            # Servers of one host have a folder each, and the same one after a restart.
+            url = httpx2.URL(server.url)
+            update["adapter"] = f"drumline-adapter-{url.host}-{url.port or url.scheme}"
         reach = {500: "the server must reach this host under that address"}
         server.request("/update_weights", {"update_info": update}, reach)
         if is_adapter:

@@ -17,6 +17,7 @@ from drumline.errors import DrumlineError
 from drumline.rl import weight_network
 from drumline.rl.build import lost_servers
 from drumline.rl.restarts import CheckedSampling
+from drumline.rl.weight_folder import ADAPTER_CONFIG, ADAPTER_FILE
 from drumline.rl.weight_network import HostTensors, WeightOffer, address_for
 from drumline_vllm.reading import ReadingError, read_tensors
 from tests.harness import column, drumline
@@ -64,6 +65,15 @@ TENSORS = {
 }
 
 
+def has_address(address: str) -> bool:
+    """Return whether a server can listen on an address of version 6 of the Internet Protocol."""
+    try:
+        with socket.create_server((address, 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
 def host_tensors(
     tensors: dict[str, torch.Tensor], kind: type[HostTensors] = HostTensors
 ) -> HostTensors:
@@ -86,6 +96,12 @@ def test_what_is_read_is_what_was_offered() -> None:
     for name, tensor in TENSORS.items():
         assert read[name].dtype == tensor.dtype
         torch.testing.assert_close(read[name], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not has_address("::1"), reason="this host has no address ::1")
+def test_weights_are_read_by_version_6_of_the_protocol() -> None:
+    with WeightOffer(host_tensors(TENSORS), "::1", 20) as offer:
+        assert len(list(read_tensors(offer.url, 20))) == len(TENSORS)
 
 
 def test_only_who_knows_the_secret_reads_weights() -> None:
@@ -346,6 +362,9 @@ def test_servers_read_the_adapter_alone(
     for server in servers:
         assert server.loads == 0
         assert len(server.adapters) == 1
+        (folder,) = server.memory.iterdir()
+        assert folder.name == f"drumline-adapter-127.0.0.1-{server.server_address[1]}"
+        assert sorted(file.name for file in folder.iterdir()) == [ADAPTER_CONFIG, ADAPTER_FILE]
 
     assert not list(tmp_path.iterdir()), "nothing is written here"
 

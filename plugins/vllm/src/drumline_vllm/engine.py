@@ -50,7 +50,7 @@ class DrumlineWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
-    # The folder of the adapter that was read last.
+    # The folder of the adapter; None: none was read.
     _folder: Path | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -84,20 +84,13 @@ class DrumlineWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             finalize_layerwise_reload(self.model, self.model_config)
 
     def _read_adapter(self, update_info: UpdateInfo, name: str) -> None:
-        """Read the files of an adapter into a folder of this name, and remove the one before."""
+        """Read the files of an adapter into a folder of this name, in place of those of the one before."""
         # A name without a folder, whatever the trainer sends.
-        folder = memory_folder() / Path(name).name
-        write_files(update_info.source, update_info.seconds, folder)
-        if folder != self._folder:
-            self._remove_folder()
-            self._folder = folder
+        self._folder = memory_folder() / Path(name).name
+        write_files(update_info.source, update_info.seconds, self._folder)
 
     def shutdown(self) -> None:
         """Remove the folder of the adapter."""
-        self._remove_folder()
-
-    def _remove_folder(self) -> None:
-        """Remove the folder of the adapter that was read last."""
         if self._folder is not None:
             # Another worker of this host may have removed it.
             shutil.rmtree(self._folder, ignore_errors=True)
