@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ import httpx2
 import pytest
 from safetensors.torch import load_file, save_file
 
+from drumline_vllm.reading import memory_folder
 from tests.distributed.ranks import free_port
 from tests.harness import ROOT
 
@@ -180,6 +182,10 @@ class RealServer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(SECONDS_TO_END)
         self.kill()
+        # vLLM kills its workers as it ends, which cannot remove an adapter's files.
+        port = httpx2.URL(self.url).port
+        for folder in memory_folder().glob(f"drumline-adapter-*-{port}"):
+            shutil.rmtree(folder)
 
     def kill(self) -> None:
         """Kill the server and the processes that it started."""
