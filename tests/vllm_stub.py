@@ -5,11 +5,15 @@ and loads weights from a folder. As vLLM does, it takes a head that is tied to t
 `break_with`: a path → how it fails there. `ignored`: names of weights that it does not load, after `honest_loads` hand-overs.
 `dies_after`: so many completions are answered, and then it is dead until `restart`.
 `restarts_after`: before the completions with these numbers it is restarted so quickly that no request fails.
+`has_plug_in`: whether it reads weights over the network, by the code of drumline-vllm.
+`dies_while_reading`: it is dead once it has read a weight over the network.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Collection
@@ -21,6 +25,8 @@ import torch
 from safetensors.torch import load_file
 
 from drumline.rl.generate import Sampler, StopRules
+from drumline.rl.vllm import PROTOCOL
+from drumline_vllm.reading import read_tensors, write_files
 from tests.tiny import tiny_tokenizer
 
 # vllm/entrypoints/openai/completion/protocol.py, of CompletionRequest: what a request may say, and of which type.
@@ -34,8 +40,24 @@ FIELDS = {
 
 # What a hand-over of whole weights asks of a server.
 HAND_OVER = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
+# What a hand-over of whole weights over the network asks of a server.
+NETWORK_HAND_OVER = [
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/reset_prefix_cache",
+    "/finish_weight_update",
+]
+# What vLLM 0.32 answers if its engine fails at such a call.
+FAILED_CALL = "Call to collective_rpc method failed: "
 # The most tokens of a sequence.
 POSITIONS = 512
+TRANSFER = (
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+)
 NOT_FOUND = (404, {"detail": "Not Found"})
 # What vLLM and SGLang call the weights that they were started with.
 FIRST_VERSION = "default"
@@ -65,11 +87,16 @@ class StubServer(ThreadingHTTPServer):
         self.tells_version, self.weight_version = True, FIRST_VERSION
         # Whether it runs with VLLM_ALLOW_RUNTIME_LORA_UPDATING and --enable-lora, and its --max-lora-rank.
         self.takes_adapters, self.max_rank = True, 16
+        # Whether it runs with the plug-in drumline-vllm, and whether an update of its weights has begun.
+        self.has_plug_in, self.is_updating = True, False
+        self.dies_while_reading = False
         # --max-logprobs, here with vLLM's default, and the text → tokens of its tokenizer.
         self.most_log_probs = 20
         self.tokenize = lambda text: tiny_tokenizer().encode(text, add_special_tokens=False)
         # Name of an adapter → name of a weight → what it adds to that.
         self.adapters: dict[str, dict[str, torch.Tensor]] = {}
+        # The folder for adapters that are sent over the network.
+        self.memory = Path(tempfile.mkdtemp(prefix="drumline-stub-"))
         self.first_state = {name: value.clone() for name, value in model.state_dict().items()}
         self.lock, self.at_once, self.most_at_once = threading.Lock(), 0, 0
 
@@ -86,6 +113,7 @@ class StubServer(ThreadingHTTPServer):
         self.shutdown()
         self.thread.join()
         self.server_close()
+        shutil.rmtree(self.memory)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that gave up is no news."""
@@ -97,6 +125,7 @@ class StubServer(ThreadingHTTPServer):
         self.is_dead = False
         self.adapters = {}
         self.weight_version = FIRST_VERSION
+        self.is_updating = self.dies_while_reading = False
 
     def begin_completion(self) -> None:
         """Count a completion that is asked for, and die if it is one too many, or be restarted before it."""
@@ -137,17 +166,67 @@ class StubServer(ThreadingHTTPServer):
         if path == "/update_weight_version" and self.tells_version:
             self.weight_version = body["new_version"]
             return 200, {"success": True, "new_version": self.weight_version}
-        if path == "/v1/load_lora_adapter" and self.takes_adapters:
-            try:
-                self.load_adapter(body["lora_name"], body["lora_path"])
-            except (AssertionError, KeyError, OSError) as error:
-                # vLLM 0.32 answers 500 to whatever its engine does not load, also a rank too large.
-                return 500, {"error": {"message": str(error), "type": "InternalServerError"}}
-            return 200, f"Success: LoRA adapter '{body['lora_name']}' added successfully."
-        if path == "/v1/unload_lora_adapter" and self.takes_adapters:
-            self.unload_adapter(body["lora_name"])
-            return 200, f"Success: LoRA adapter '{body['lora_name']}' removed successfully."
+        if path in TRANSFER:
+            return self.answer_transfer(path, body)
+        if path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter") and self.takes_adapters:
+            return self.answer_adapter(path, body)
         return NOT_FOUND
+
+    def answer_adapter(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        name = body["lora_name"]
+        if path == "/v1/unload_lora_adapter":
+            self.unload_adapter(name)
+            return 200, f"Success: LoRA adapter '{name}' removed successfully."
+        try:
+            self.load_adapter(name, body["lora_path"])
+        except (AssertionError, KeyError, OSError) as error:
+            # vLLM 0.32 answers 500 to whatever its engine does not load, also a rank too large.
+            return 500, {"error": {"message": str(error), "type": "InternalServerError"}}
+        return 200, f"Success: LoRA adapter '{name}' added successfully."
+
+    def answer_transfer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        try:
+            self.transfer(path, body)
+        except (RuntimeError, ValueError) as error:
+            message = f"{FAILED_CALL}{error}"
+            return 500, {"error": {"message": message, "type": "InternalServerError"}}
+        return 200, {"message": "done"}
+
+    def transfer(self, path: str, body: dict[str, Any]) -> None:
+        """Do what vllm/v1/worker/gpu_worker.py and the engine of drumline-vllm do."""
+        if not self.has_plug_in:
+            raise RuntimeError("Weight transfer not configured.")
+        if path == "/init_weight_transfer_engine":
+            if body["init_info"] != {"protocol": PROTOCOL}:
+                raise ValueError("Invalid init_info")
+            return
+        if path == "/start_weight_update":
+            if self.is_updating:
+                raise RuntimeError("a weight update is already active")
+            self.is_updating = True
+            return
+        if not self.is_updating:
+            raise RuntimeError("start_weight_update must be called before")
+        self.is_updating = False
+        if path == "/finish_weight_update":
+            self.weight_version = body.get("weight_version", self.weight_version)
+            return
+        self.read_update(body["update_info"])
+        self.is_updating = True
+
+    def read_update(self, update: dict[str, Any]) -> None:
+        """Read weights from the trainer."""
+        if "adapter" in update:
+            folder = self.memory / update["adapter"]
+            write_files(update["source"], update["seconds"], folder)
+            return
+        state = {}
+        for name, tensor in read_tensors(update["source"], update["seconds"]):
+            if self.dies_while_reading:
+                self.is_dead = True
+                raise RuntimeError("killed")
+            state[name] = tensor
+        self.load_state(state)
 
     def answer_completion(self, body: dict[str, Any]) -> tuple[int, Any]:
         if body["model"] not in ("tiny", *self.adapters):
@@ -304,7 +383,11 @@ class StubServer(ThreadingHTTPServer):
         folder = Path(path)
         files = sorted(folder.glob("*.safetensors"))
         assert files, "Cannot find any model weights"
-        state = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        self.load_state(
+            {name: tensor for file in files for name, tensor in load_file(file).items()}
+        )
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
         self.loads += 1
         ignored = self.ignored if self.loads > self.honest_loads else set()
         own = {name: tensor for name, tensor in state.items() if name not in ignored}
@@ -341,7 +424,11 @@ class Handler(BaseHTTPRequestHandler):
             except (AssertionError, KeyError, OSError) as error:
                 message = f"{type(error).__name__}: {error}"
                 status, answer = 400, {"error": {"message": message, "type": "BadRequestError"}}
-            self.answer(status, answer)
+            if server.is_dead:
+                # It was killed while it worked.
+                self.cut()
+            else:
+                self.answer(status, answer)
 
     def answer(self, status: int, body: Any) -> None:
         how = self.server.break_with.get(self.path)

@@ -236,12 +236,18 @@ class ServerGenerator(_Generator):
     )
     weights: Literal["none", "folder", "adapter"] = Field(
         "folder",
-        description="How the servers get new weights. folder: all weights are written to `folder`, and the servers load them. none:"
-        " servers keep their own weights.",
+        description="Which new weights the servers get. folder: all of them. none: servers keep their own weights.",
     )
     folder: PathText | None = Field(
         None,
-        description="The folder that weights are written to, which the servers see under the same path; null: RUN/rollout-weights.",
+        description="With transport: folder, the folder that weights are written to, which the servers see under the same path; null:"
+        " RUN/rollout-weights.",
+    )
+    transport: Literal["folder", "network"] = Field(
+        "folder",
+        description="How weights get to the servers. folder: as files in `folder`. network: rank 0 keeps them in host memory, and each"
+        " server reads them over HTTP (vLLM only; tested with vLLM 0.32 on a CPU). `pip install drumline-vllm` where vLLM runs, and"
+        ' start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "drumline"}\'.',
     )
 
     @property
@@ -251,10 +257,18 @@ class ServerGenerator(_Generator):
 
     @model_validator(mode="after")
     def _check_servers(self) -> ServerGenerator:
-        """Refuse addresses that are no URLs or given twice, and a folder that is not used."""
+        """Refuse addresses that are no URLs or given twice, and keys that nobody would read."""
         check_urls(self.urls)
         if self.weights == "none" and self.folder is not None:
             raise ValueError("folder is where weights are written: take it out, or set weights")
+        if self.transport == "folder":
+            return self
+        if self.weights == "none":
+            raise ValueError(
+                "transport is how weights get to the servers, and these keep their own: take it out, or set weights"
+            )
+        if self.folder is not None:
+            raise ValueError("transport: network writes no files: take folder or transport out")
         return self
 
 
@@ -268,8 +282,8 @@ class VLLMGenerator(ServerGenerator):
     )
     weights: Literal["none", "folder", "adapter"] = Field(
         "folder",
-        description="url: how the servers get new weights. folder: all weights are written to `folder`, and the servers load them (start"
-        " them with VLLM_SERVER_DEV_MODE=1). adapter: the LoRA adapter alone is (start them with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1,"
+        description="url: which new weights the servers get, by `transport`. folder: all of them (start the servers with"
+        " VLLM_SERVER_DEV_MODE=1). adapter: the LoRA adapter alone (start them with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1,"
         " --enable-lora and --max-lora-rank; tested with vLLM 0.32 on a CPU). none: servers keep their own weights.",
     )
     memory: float = Field(
@@ -283,7 +297,7 @@ class VLLMGenerator(ServerGenerator):
     def _reads_its_keys(self) -> VLLMGenerator:
         """Refuse keys of servers for an engine in each rank, and keys of that engine for servers."""
         if self.url is None:
-            unread = ["timeout_seconds", "weights", "folder"]
+            unread = ["timeout_seconds", "weights", "folder", "transport"]
             fix = "is of servers: set url, or take it out"
         else:
             unread = ["memory"]
@@ -315,6 +329,15 @@ class SGLangGenerator(ServerGenerator):
         description="How the servers get new weights. folder: all weights are written to `folder`, and the servers load them. none:"
         " servers keep their own weights.",
     )
+
+    @model_validator(mode="after")
+    def _has_no_plug_in(self) -> SGLangGenerator:
+        """Refuse a transport that needs a plug-in of the server."""
+        if self.transport == "network":
+            raise ValueError(
+                "transport: network needs a plug-in that only vLLM has: take it out, so that weights go through a folder"
+            )
+        return self
 
     @model_validator(mode="after")
     def _refuse_untested_sampling(self) -> SGLangGenerator:

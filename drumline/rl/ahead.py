@@ -7,9 +7,9 @@ resumed learns from the same episodes.
 The sampler holds one version of the weights. A request that is under way when weights change would mix
 two versions, so the next version is handed over only when all requests of the rollout before are
 finished. Training does not wait for that. The weights are set aside when their step is done, in host
-memory or as files that servers read. Before each later step, and when a rollout's completions have been
-read, all ranks ask each other whether the sampler is free. The time of a hand-over depends on the clock,
-but what is sampled by it does not.
+memory or as files that servers read (`transport: folder`). Before each later step, and when a rollout's
+completions have been read, all ranks ask each other whether the sampler is free. The time of a hand-over
+depends on the clock, but what is sampled by it does not.
 """
 
 from __future__ import annotations

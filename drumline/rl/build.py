@@ -21,11 +21,13 @@ from drumline.rl.generate import (
     VisionPrompts,
     Weights,
 )
-from drumline.rl.hand_over import AdapterFiles, WeightFolder
+from drumline.rl.hand_over import AdapterFiles, HandOver
 from drumline.rl.restarts import restore_none
 from drumline.rl.servers import ServedGenerator, Server
 from drumline.rl.sglang import RemoteSGLang
 from drumline.rl.vllm import InProcessVLLM, RemoteVLLM
+from drumline.rl.weight_folder import WeightFolder
+from drumline.rl.weight_network import WeightNetwork
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Refresh:
     # collective, too.
     hold: Callable[[Weights], Callable[[], None]]
     # Hands the weights over again to servers that do not have them, and returns their urls. Collective,
-    # see `WeightFolder.restore_weights`.
+    # see `HandOver.restore_weights`.
     restore: Callable[[], list[str]] = restore_none
 
     def __call__(self, weights: Weights) -> None:
@@ -149,12 +151,16 @@ def _servers(
     remote = generator_type(config, tokenizer, seed, files.vocabulary)
     if config.weights == "none":
         return remote, None
-    folder = files.run_dir / "rollout-weights"
-    if config.folder is not None:
-        folder = Path(config.folder)
-    weight_folder = WeightFolder(remote, folder.absolute(), dtype, files.adapter)
-    refresh = Refresh(weight_folder.refresh, weight_folder.hold, weight_folder.restore_weights)
-    return remote, refresh
+    hand_over: HandOver[Any]
+    if config.transport == "network":
+        assert isinstance(remote, RemoteVLLM), "the config refuses others"
+        hand_over = WeightNetwork(remote, dtype, files.adapter)
+    else:
+        folder = files.run_dir / "rollout-weights"
+        if config.folder is not None:
+            folder = Path(config.folder)
+        hand_over = WeightFolder(remote, folder.absolute(), dtype, files.adapter)
+    return remote, Refresh(hand_over.refresh, hand_over.hold, hand_over.restore_weights)
 
 
 def greedy_generator(generator: Any) -> Generator:

@@ -1,35 +1,25 @@
-"""Hand the policy's weights to the servers that sample, through a folder that rank 0 and all servers can read."""
+"""Hand the policy's weights to the servers that sample: what all ways of doing so share."""
 
 from __future__ import annotations
 
 import logging
-import math
-import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from typing import Any, Generic, TypeVar
 
 from drumline.dist.reduce import gather_from_ranks
-from drumline.errors import DrumlineError, EnvironmentFault
+from drumline.errors import DrumlineError
 from drumline.rl.generate import WHERE, Weights, rank_and_world_size
 from drumline.rl.servers import HEALTH_SECONDS, ServedGenerator, Server, ServerError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-# The most bytes of a file of weights. Rank 0 holds the weights of one file in host memory.
-SHARD_BYTES = 2 * 2**30
-# The name that PEFT gives an adapter's weights.
-ADAPTER_FILE = "adapter_model.safetensors"
-METADATA = {"format": "pt"}
+# The weights of one version, as rank 0 keeps them.
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True)
@@ -41,94 +31,107 @@ class AdapterFiles:
     # Returns the name that the files give a weight.
     name_in_files: Callable[[str], str]
 
+    def name_weights(self, weights: dict[str, T]) -> dict[str, T]:
+        """Return weights under the names that they have in PEFT's file."""
+        named = {}
+        for name, weight in weights.items():
+            named[self.name_in_files(name)] = weight
+        return named
 
-class WeightFolder:
-    """Hands weights to servers: rank 0 writes safetensors files, and asks each server to load them.
 
-    The files have all weights of the model, or those of its adapter as PEFT writes them.
+class HandOver(ABC, Generic[Kept]):
+    """The base of what hands weights to servers: rank 0 keeps them, and asks each server to load them.
+
+    They are all weights of the model, or those of its adapter.
 
     A lost server that answers again first gets the weights, then requests. `restore_weights` finds servers
-    that restarted without any request failing, by the version of their weights, and loads the weights
-    again.
+    that restarted without any request failing, by the version of their weights, and hands the weights
+    over again.
     """
 
-    def __init__(
-        self,
-        generator: ServedGenerator,
-        folder: Path,
-        dtype: torch.dtype,
-        adapter: AdapterFiles | None = None,
-    ) -> None:
-        """Prepare to hand over weights; nothing is written yet.
+    def __init__(self, generator: ServedGenerator) -> None:
+        """Prepare to hand over weights; nothing is kept yet.
 
-        Args:
-            generator: Samples on the servers.
-            folder: The folder that rank 0 and the servers can read.
-            dtype: The type of floating-point weights in the files. An adapter is written in fp32.
-            adapter: How the adapter is written if the servers get it alone; else None.
+        `generator`: samples on the servers.
         """
         self.generator = generator
-        self.adapter = adapter
         self.pool = generator.pool
-        self.folder = folder
-        self.dtype = dtype
         # Number of hand-overs so far.
         self.hand_overs = 0
-        # The folder of the weights that were handed over last; None before the first hand-over.
-        self.present_folder: Path | None = None
+        # The weights that were handed over last; None before the first hand-over.
+        self.present: Kept | None = None
         # The version of these weights, by which a server is recognised that does not have them.
         self.version = ""
-        # Folders of weights that are not handed over yet.
-        self.held: list[Path] = []
+        # Weights that are not handed over yet.
+        self.held: list[Kept] = []
+
+    @abstractmethod
+    def _keep(self, weights: Weights) -> tuple[Kept, DrumlineError | None]:
+        """Go through all weights, and keep them on rank 0 until `_release`. Collective.
+
+        Returns what is kept, and on rank 0 why that failed, or None if it did not.
+        """
+
+    @abstractmethod
+    def _release(self, weights: Kept) -> None:
+        """Give up weights that nothing reads any more. Rank 0 alone calls it."""
+
+    @abstractmethod
+    def _give(self, server: Server, weights: Kept) -> None:
+        """Have a server load weights as those of `version`. Raises ServerError if it does not."""
 
     def refresh(self, weights: Weights) -> None:
         """Hand over the weights. Collective; it returns once the servers have them, on all ranks.
 
-        Raises on all ranks if the folder cannot be written or no server takes the weights: the error
+        Raises on all ranks if the weights cannot be kept or no server takes them: the error
         itself on rank 0, DrumlineError on the others. In the first hand-over each server must take them.
         """
-        hand_over = self.hold(weights)
-        hand_over()
+        kept, failure = self._keep(weights)
+        self._hand_over(kept, failure)
 
     def hold(self, weights: Weights) -> Callable[[], None]:
-        """Write the weights, and return the function that hands them over. Both are collective.
+        """Keep the weights, and return the function that hands them over. Both are collective.
 
         The function may be called later, also after other weights were handed over. It raises what
         `refresh` does.
         """
-        folder = self._free_folder()
-        self.held.append(folder)
-        failure: DrumlineError | None = None
-        if rank_and_world_size()[0] == 0:
-            failure = self._write(weights, folder)
-        else:
-            # Each step of the iterator is collective, and rank 0 alone needs the tensors.
-            for _ in weights:
-                continue
-        return partial(self._hand_over, folder, failure)
+        kept, failure = self._keep(weights)
+        self.held.append(kept)
+        return partial(self._hand_over_held, kept, failure)
 
-    def _free_folder(self) -> Path:
-        """Return a folder that servers neither read nor will read.
+    def _hand_over_held(self, weights: Kept, failure: DrumlineError | None) -> None:
+        """Have the servers load weights that were held until now. Collective."""
+        self.held.remove(weights)
+        self._hand_over(weights, failure)
 
-        Weights that are handed over at once use two folders alternately.
+    def _hand_over(
+        self,
+        weights: Kept,
+        failure: DrumlineError | None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Have the servers load weights. Collective.
+
+        Args:
+            weights: The weights, on rank 0.
+            failure: Why they could not be kept, on rank 0.
+            meanwhile: What all ranks do while the servers load; None: they wait.
         """
-        number = 0
-        while self.folder / f"{number}" in (self.present_folder, *self.held):
-            number += 1
-        return self.folder / f"{number}"
-
-    def _hand_over(self, folder: Path, failure: DrumlineError | None) -> None:
-        """Have the servers load a folder. `failure`: why it could not be written, on rank 0."""
         self._share_lost_servers()
-        previous_folder = self.present_folder
-        self.present_folder = folder
+        previous = self.present
+        self.present = weights
         self.version = f"{self.generator.version_prefix}-{self.hand_overs}"
-        if rank_and_world_size()[0] == 0 and failure is None:
-            failure = self._load_on_servers(self.pool.servers)
-            if failure is None and previous_folder is not None:
-                # Nothing reads the previous weights any more.
-                shutil.rmtree(previous_folder, ignore_errors=True)
-        self.held.remove(folder)
+        is_rank_0 = rank_and_world_size()[0] == 0
+        with ThreadPoolExecutor(1) as thread:
+            loading: Future[DrumlineError | None] | None = None
+            if is_rank_0 and failure is None:
+                loading = thread.submit(self._load_on_servers, self.pool.servers)
+            if meanwhile is not None:
+                meanwhile()
+            if loading is not None:
+                failure = loading.result()
+        if is_rank_0 and failure is None and previous is not None:
+            self._release(previous)
         self.hand_overs += 1
         states = [server.state() for server in self.pool.servers]
         self.pool.set_states(_share_from_rank_0(states, failure))
@@ -187,20 +190,6 @@ class WeightFolder:
                 if is_lost:
                     server.mark_lost()
 
-    def _write(self, weights: Weights, folder: Path) -> DrumlineError | None:
-        """Write the weights. Returns why that failed; None if it did not."""
-        failure: DrumlineError | None = None
-        # The iterator is collective, so rank 0 goes through all weights even if a file cannot be written.
-        if self.adapter is None:
-            shards = _shards(weights, self.dtype, SHARD_BYTES)
-        else:
-            # PEFT reads an adapter from a single file, which is small.
-            shards = _shards(weights, torch.float32, math.inf)
-        for number, shard in enumerate(shards):
-            if failure is None:
-                failure = self._save(shard, folder, number)
-        return failure
-
     def _load_on_servers(self, servers: list[Server]) -> DrumlineError | None:
         """Have servers load the weights at the same time, and mark those that fail as lost.
 
@@ -228,11 +217,11 @@ class WeightFolder:
 
         Returns why that failed; None if it did not.
         """
-        assert self.present_folder is not None, "weights were handed over before"
+        assert self.present is not None, "weights were handed over before"
         try:
             if server.is_lost:
                 self.generator.identify(server, HEALTH_SECONDS)
-            self.generator.load_weights(server, self.present_folder, self.version)
+            self._give(server, self.present)
             server.tells_version = self.generator.read_version(server) == self.version
         except ServerError as error:
             return error
@@ -245,38 +234,6 @@ class WeightFolder:
                 server.url,
             )
         return None
-
-    def _save(
-        self, shard: dict[str, torch.Tensor], folder: Path, number: int
-    ) -> EnvironmentFault | None:
-        """Write a file of weights. Returns why that failed; None if it did not."""
-        try:
-            # An earlier run, or an attempt that failed, may have left files there.
-            if number == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(parents=True)
-            if self.adapter is None:
-                path = folder / f"model-{number + 1:05d}.safetensors"
-                save_file(shard, path, metadata=METADATA)
-            else:
-                self._save_adapter(self.adapter, shard, folder)
-        except (OSError, SafetensorError) as error:
-            return EnvironmentFault(
-                f"weights cannot be written: {error}",
-                where=str(self.folder),
-                fix=f"set {WHERE}.folder to a folder with room",
-            )
-        return None
-
-    def _save_adapter(
-        self, files: AdapterFiles, weights: dict[str, torch.Tensor], folder: Path
-    ) -> None:
-        """Write an adapter as PEFT's files. Raises OSError or SafetensorError."""
-        named = {}
-        for name, weight in weights.items():
-            named[files.name_in_files(name)] = weight
-        save_file(named, folder / ADAPTER_FILE, metadata=METADATA)
-        files.save_config(str(folder))
 
 
 def _share_from_rank_0(value: T, failure: DrumlineError | None) -> T:
@@ -293,27 +250,3 @@ def _share_from_rank_0(value: T, failure: DrumlineError | None) -> T:
             "rank 0 could not hand over the weights; its log has the reason", where=WHERE
         )
     return value_of_rank_0
-
-
-def _shards(
-    weights: Weights, dtype: torch.dtype, most_bytes: float
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the weights in host memory, as one dictionary of name → tensor for each file.
-
-    Args:
-        weights: The weights; tensors that are not floating-point keep their type.
-        dtype: The type of floating-point weights.
-        most_bytes: The most bytes of a dictionary. A larger tensor has one of its own.
-    """
-    shard: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in weights:
-        host_dtype = dtype if tensor.is_floating_point() else None
-        on_host = tensor.detach().to("cpu", host_dtype, copy=True).contiguous()
-        if shard and size + on_host.nbytes > most_bytes:
-            yield shard
-            shard = {}
-            size = 0
-        shard[name] = on_host
-        size += on_host.nbytes
-    yield shard

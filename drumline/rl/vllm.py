@@ -1,7 +1,7 @@
 """Generators that use vLLM: a client of its servers, and an engine inside each rank.
 
-The servers (`vllm serve`) read new weights from a folder (`hand_over`). The engine runs on the GPU
-that its rank trains on.
+The servers (`vllm serve`) read new weights from a folder (`weight_folder`) or over the network
+(`weight_network`). The engine runs on the GPU that its rank trains on.
 
 Written from vLLM's documentation and source (0.22 and later). CI tests the client against a small
 server that speaks the same API, and the engine against a stand-in for `vllm.LLM`. `make servers`
@@ -22,6 +22,8 @@ from collections.abc import Callable
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
+
+import httpx2
 
 from drumline.config.rollouts import VLLMGenerator as Config
 from drumline.data.targets import end_ids
@@ -53,6 +55,12 @@ NOT_FOUND = 404
 # Texts that say how to fix an error.
 DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1, or set weights: none"
 NEEDED_VERSION = "it takes vLLM 0.22 or later"
+PLUG_IN = (
+    "`pip install drumline-vllm` where vLLM 0.32 or later runs, and start it with VLLM_SERVER_DEV_MODE=1 and"
+    """ --weight-transfer-config '{"backend": "drumline"}', or set transport: folder"""
+)
+# The version of what is sent to the plug-in drumline-vllm, which names the one that it reads.
+PROTOCOL = 1
 
 
 def sampling_options(
@@ -109,7 +117,9 @@ class RemoteVLLM(ServedGenerator):
         the adapter's name.
         """
         if self.config.weights == "adapter":
-            self._load_adapter(server, folder, version)
+            self.load_adapter(
+                server, folder, version, f"; it must see {folder} under the same path"
+            )
         else:
             self._load_whole(server, folder)
             # Last, so that weights which were not loaded do not get the name. vLLM 0.32 has the path.
@@ -128,15 +138,67 @@ class RemoteVLLM(ServedGenerator):
             return None
         return parse_version(server.request_if_offered("/weight_info", seconds=HEALTH_SECONDS))
 
-    def _load_adapter(self, server: Server, folder: Path, name: str) -> None:
+    def fetch_weights(self, server: Server, source: str, version: str) -> None:
+        """Have a server read weights over the network, by the plug-in drumline-vllm.
+
+        Of an adapter it only writes the files, which `load_adapter` has it load.
+
+        Raises ServerError if it does not read them.
+
+        Args:
+            server: The server.
+            source: The URL of the weights.
+            version: A name that no other weights have.
+        """
+        fixes = {400: PLUG_IN, 404: PLUG_IN, 500: PLUG_IN}
+        # Only the plug-in takes this. It refuses a protocol that it does not read.
+        greeting = {"init_info": {"protocol": PROTOCOL}}
+        server.request("/init_weight_transfer_engine", greeting, fixes)
+        self._start_update(server)
+        update: dict[str, Any] = {"source": source, "seconds": server.timeout_seconds}
+        is_adapter = self.config.weights == "adapter"
+        if is_adapter:
+            # Servers of one host have a folder each, and the same one after a restart.
+            url = httpx2.URL(server.url)
+            update["adapter"] = f"drumline-adapter-{url.host}-{url.port or url.scheme}"
+        reach = {500: "the server must reach this host under that address"}
+        server.request("/update_weights", {"update_info": update}, reach)
+        if is_adapter:
+            server.request("/finish_weight_update", {})
+            return
+        server.request("/reset_prefix_cache", {})
+        # Last, so that weights which were not loaded do not get the name.
+        server.request("/finish_weight_update", {"weight_version": version})
+
+    def _start_update(self, server: Server) -> None:
+        """Have a server begin an update of its weights, and end one that is left from a killed run."""
+        try:
+            server.request("/start_weight_update", {})
+        except ServerError as error:
+            if error.status is None:
+                raise
+            server.request("/finish_weight_update", {})
+            server.request("/start_weight_update", {})
+
+    def load_adapter(
+        self, server: Server, folder: Path, name: str, folder_advice: str = ""
+    ) -> None:
         """Have a server drop the previous adapter and load the new one.
 
         Each version has a name of its own, because the server's prefix cache tells adapters apart by
         their names. The old one is dropped first, as the server may have room for one only.
+
+        Raises ServerError if it does not load it.
+
+        Args:
+            server: The server.
+            folder: The folder with PEFT's files, as the server sees it.
+            name: The adapter's name.
+            folder_advice: What else may help if it does not load.
         """
         fix = (
             f"start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and a"
-            f" --max-lora-rank of adapter.r or more; it must see {folder} under the same path"
+            f" --max-lora-rank of adapter.r or more{folder_advice}"
         )
         fixes = {400: fix, 404: fix, 500: fix}
         has_adapter = server.model.startswith(self.version_prefix)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
+import tomllib
 from pathlib import Path
 
 import httpx2
 import pytest
 from safetensors.torch import load_file, save_file
 
+from drumline_vllm.reading import memory_folder
 from tests.distributed.ranks import free_port
 from tests.harness import ROOT
 
@@ -39,17 +42,42 @@ SETTINGS = {
 }
 
 
+def lay_out_plug_in(folder: Path) -> list[str]:
+    """Return places for Python's path by which vLLM finds the plug-in drumline-vllm as installed.
+
+    `folder`: gets what pip writes of an installed package.
+    """
+    source = ROOT / "plugins/vllm"
+    project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
+    name = project["name"]
+    version = project["version"]
+    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    (metadata / "METADATA").write_text(text)
+    lines = []
+    for group, points in project["entry-points"].items():
+        lines.append(f"[{group}]")
+        lines += [f"{point} = {place}" for point, place in points.items()]
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return [str(source / "src"), str(folder)]
+
+
 class RealServer:
-    """A process of vLLM that serves the model in a folder.
+    """A process of vLLM that serves the model in a folder, each time under the same url.
 
     `has_adapters`: it can load LoRA adapters. It then fails on a CPU if it is asked for the log-probs of
     a prompt (vLLM 0.32).
+    `has_plug_in`: it can read weights over the network.
     """
 
-    def __init__(self, model: Path, log: Path, *, has_adapters: bool = True) -> None:
+    def __init__(
+        self, model: Path, log: Path, *, has_adapters: bool = True, has_plug_in: bool = True
+    ) -> None:
         self.model = model
         self.log = log
         self.has_adapters = has_adapters
+        self.has_plug_in = has_plug_in
         self.url = ""
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -57,8 +85,9 @@ class RealServer:
         """Start the server and wait until it answers; return False if it runs already."""
         if self.process is not None and self.process.poll() is None:
             return False
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        if not self.url:
+            self.url = f"http://127.0.0.1:{free_port()}"
+        port = httpx2.URL(self.url).port
         options = {
             "--served-model-name": "base",
             "--dtype": "float32",
@@ -70,12 +99,17 @@ class RealServer:
         if self.has_adapters:
             arguments.append("--enable-lora")
             options["--max-lora-rank"] = str(MOST_RANK)
+        if self.has_plug_in:
+            options["--weight-transfer-config"] = '{"backend": "drumline"}'
         for name, value in options.items():
             arguments += [name, value]
         variables = {**os.environ, **SETTINGS}
         # It has packages of its own, which it need not compile at each start.
         for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE"):
             variables.pop(name, None)
+        if self.has_plug_in:
+            places = lay_out_plug_in(self.log.parent / "plug-in")
+            variables["PYTHONPATH"] = os.pathsep.join(places)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 arguments, env=variables, stdout=log, stderr=log, start_new_session=True
@@ -148,6 +182,10 @@ class RealServer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(SECONDS_TO_END)
         self.kill()
+        # vLLM kills its workers as it ends, which cannot remove an adapter's files.
+        port = httpx2.URL(self.url).port
+        for folder in memory_folder().glob(f"drumline-adapter-*-{port}"):
+            shutil.rmtree(folder)
 
     def kill(self) -> None:
         """Kill the server and the processes that it started."""

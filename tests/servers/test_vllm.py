@@ -3,6 +3,7 @@ and the log-probs of a teacher."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,20 @@ import torch
 
 from drumline.algorithms.distill.spec import DistillConfig
 from drumline.config import rollouts as c
-from drumline.errors import EnvironmentFault
+from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.models.choices import top_choices
-from drumline.rl.build import RolloutFiles, build_generator
+from drumline.rl.build import RolloutFiles, build_generator, lost_servers
 from drumline.rl.generate import Completion, Request
 from drumline.rl.restarts import CheckedSampling
 from drumline.rl.sampler_check import NEW_TOKENS, PROMPTS, expected_rounding_gap
 from drumline.rl.teacher_servers import TaughtText, TeacherServers
 from drumline.rl.vllm import RemoteVLLM
+from drumline.rl.weight_network import HostTensors
 from tests.harness import column, drumline, start_drumline, write_config
 from tests.loopback import until
 from tests.servers.server import MOST_RANK, NEEDS_VLLM, RealServer
 from tests.tiny import read_model, tiny_model_dir, tiny_tokenizer
+from tests.vllm_stub import StubServer
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(1200), NEEDS_VLLM]
 SECONDS_OF_A_RUN = 180
@@ -56,10 +59,11 @@ def server(process: RealServer) -> RealServer:
     return process
 
 
-@pytest.fixture
-def teacher_server(model: Path, tmp_path: Path) -> Iterator[RealServer]:
+@pytest.fixture(scope="module")
+def teacher_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     """A server without adapters, which gives the log-probs of prompts on a CPU, too."""
-    server = RealServer(model, tmp_path / "log.txt", has_adapters=False)
+    log = tmp_path_factory.mktemp("teacher") / "log.txt"
+    server = RealServer(model, log, has_adapters=False, has_plug_in=False)
     server.start()
     yield server
     server.stop()
@@ -129,11 +133,18 @@ def train_two_rollouts(config: Path) -> None:
     assert max(gaps) < ROUNDING
 
 
-@pytest.mark.parametrize("sections", [{}, FSDP2, TENSOR_PARALLEL], ids=["alone", "fsdp2", "tp"])
+NETWORK = {"transport": "network"}
+
+
+@pytest.mark.parametrize(
+    ("transport", "sections"),
+    [({}, {}), ({}, FSDP2), ({}, TENSOR_PARALLEL), (NETWORK, {}), (NETWORK, FSDP2)],
+    ids=["alone", "fsdp2", "tp", "network", "network-fsdp2"],
+)
 def test_a_server_samples_from_the_policy_after_it_got_all_weights(
-    server: RealServer, tmp_path: Path, sections: dict[str, Any]
+    server: RealServer, tmp_path: Path, transport: dict[str, Any], sections: dict[str, Any]
 ) -> None:
-    config = write_grpo(tmp_path, server, {}, **sections)
+    config = write_grpo(tmp_path, server, transport, **sections)
     train_two_rollouts(config)
 
     # The policy has changed by more than that in the first step, so old weights would have shown.
@@ -144,14 +155,12 @@ def test_a_server_samples_from_the_policy_after_it_got_all_weights(
     assert server.weight_version().endswith("-1"), "of the second hand-over"
 
 
+@pytest.mark.parametrize("transport", [{}, NETWORK], ids=["folder", "network"])
 def test_a_server_that_has_its_first_weights_again_gets_the_present_ones(
-    server: RealServer, tmp_path: Path
+    server: RealServer, tmp_path: Path, transport: dict[str, Any]
 ) -> None:
-    learned = read_model(server.model)
-    with torch.no_grad():
-        for parameter in learned.parameters():
-            parameter.mul_(1.1)
-    config = c.VLLMGenerator(url=server.url, max_new_tokens=12)
+    learned = learned_policy(server)
+    config = c.VLLMGenerator(url=server.url, max_new_tokens=12, **transport)
     files = RolloutFiles(run_dir=tmp_path)
     made, refresh = build_generator(config, tiny_tokenizer(), 7, None, lambda: None, files=files)
     assert refresh is not None
@@ -163,20 +172,128 @@ def test_a_server_that_has_its_first_weights_again_gets_the_present_ones(
     assert mean_gap(learned, completions) < ROUNDING
 
 
+def learned_policy(server: RealServer) -> Any:
+    """Return a policy whose weights differ from those that the server was started with."""
+    learned = read_model(server.model)
+    with torch.no_grad():
+        for parameter in learned.parameters():
+            parameter.mul_(1.1)
+    return learned
+
+
+def network_generator(*urls: str) -> tuple[Any, Any]:
+    """Return a generator that samples on servers, and what hands them weights over the network."""
+    config = c.VLLMGenerator(url=urls, max_new_tokens=12, **NETWORK)
+    return build_generator(config, tiny_tokenizer(), 7, None, lambda: None)
+
+
+def test_a_server_whose_weights_break_off_takes_the_next_ones(
+    server: RealServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a run that was killed while its servers read."""
+    learned = learned_policy(server)
+    entries = HostTensors.entries
+
+    def broken_entries(weights: HostTensors) -> Iterator[Any]:
+        for number, entry in enumerate(entries(weights)):
+            if number == 7:
+                raise RuntimeError("killed")
+            yield entry
+
+    made, refresh = network_generator(server.url)
+    monkeypatch.setattr(HostTensors, "entries", broken_entries)
+
+    with pytest.raises(DrumlineError, match=r"/update_weights was answered 500: .*broke off") as no:
+        refresh(learned.named_parameters(remove_duplicate=False))
+
+    assert "\n" not in no.value.line()
+
+    monkeypatch.setattr(HostTensors, "entries", entries)
+    refresh(learned.named_parameters(remove_duplicate=False))
+
+    assert mean_gap(learned, made.generate(REQUESTS, 5)) < ROUNDING
+
+
+def test_a_server_that_is_killed_while_it_reads_weights_is_lost(
+    server: RealServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    learned = learned_policy(server)
+    entries = HostTensors.entries
+    is_read = threading.Event()
+    is_killed = threading.Event()
+
+    def slow_entries(weights: HostTensors) -> Iterator[Any]:
+        for number, entry in enumerate(entries(weights)):
+            yield entry
+            if number == 7:
+                is_read.set()
+                is_killed.wait(60)
+
+    def kill() -> None:
+        is_read.wait(60)
+        server.kill()
+        is_killed.set()
+
+    # The other server is a stand-in.
+    with StubServer(read_model(server.model)) as other:
+        made, refresh = network_generator(server.url, other.url)
+        refresh(learned.named_parameters(remove_duplicate=False))
+        monkeypatch.setattr(HostTensors, "entries", slow_entries)
+        killing = threading.Thread(target=kill)
+        killing.start()
+        refresh(learned.named_parameters(remove_duplicate=False))
+        killing.join()
+
+        (url,) = lost_servers(made)
+        assert url == server.url
+        assert "a server is lost, the others go on" in caplog.text
+        assert mean_gap(learned, made.generate(REQUESTS, 5)) < ROUNDING
+
+        # It comes back with its first weights, and gets the present ones.
+        server.start()
+        other.is_dead = True
+        refresh(learned.named_parameters(remove_duplicate=False))
+
+        assert list(lost_servers(made)) == [other.url]
+        assert mean_gap(learned, made.generate(REQUESTS, 5)) < ROUNDING
+
+
+def test_a_server_without_the_plug_in_is_one_line(teacher_server: RealServer) -> None:
+    learned = read_model(teacher_server.model)
+    _, refresh = network_generator(teacher_server.url)
+
+    with pytest.raises(DrumlineError, match=r"not configured.*pip install drumline-vllm") as no:
+        refresh(learned.named_parameters(remove_duplicate=False))
+
+    assert "\n" not in no.value.line()
+
+
 LORA = {"kind": "lora", "r": 8, "alpha": 32}
 ATTENTION = {**LORA, "targets": "attention"}
 ALL_LINEAR = {**LORA, "targets": "all-linear", "rslora": True}
 
 
 @pytest.mark.parametrize(
-    ("adapter", "sections"),
-    [(ATTENTION, {}), (ALL_LINEAR, {}), (ALL_LINEAR, FSDP2), (ATTENTION, TENSOR_PARALLEL)],
-    ids=["attention", "all-linear", "fsdp2", "tp"],
+    ("adapter", "transport", "sections"),
+    [
+        (ATTENTION, {}, {}),
+        (ALL_LINEAR, {}, {}),
+        (ALL_LINEAR, {}, FSDP2),
+        (ATTENTION, {}, TENSOR_PARALLEL),
+        (ALL_LINEAR, NETWORK, {}),
+        (ATTENTION, NETWORK, FSDP2),
+    ],
+    ids=["attention", "all-linear", "fsdp2", "tp", "network", "network-fsdp2"],
 )
 def test_a_server_samples_from_the_policy_after_it_got_the_adapter_alone(
-    server: RealServer, tmp_path: Path, adapter: dict[str, Any], sections: dict[str, Any]
+    server: RealServer,
+    tmp_path: Path,
+    adapter: dict[str, Any],
+    transport: dict[str, Any],
+    sections: dict[str, Any],
 ) -> None:
-    config = write_grpo(tmp_path, server, {"weights": "adapter"}, adapter=adapter, **sections)
+    generator = {"weights": "adapter", **transport}
+    config = write_grpo(tmp_path, server, generator, adapter=adapter, **sections)
     train_two_rollouts(config)
 
     (name,) = server.adapters()

@@ -33,6 +33,7 @@ OTHER_VALUES: dict[str, Any] = {
     "timeout_seconds": 100.0,
     "weights": "none",
     "folder": "/elsewhere",
+    "transport": "network",
     "memory": 0.5,
 }
 MODE = {"kind", "url"}
@@ -52,6 +53,7 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "vllm servers": ("vllm", {"url": URL}),
     "vllm servers with the adapter": ("vllm", {"url": URL, "weights": "adapter"}),
     "vllm servers with their own weights": ("vllm", {"url": URL, "weights": "none"}),
+    "vllm servers over the network": ("vllm", {"url": URL, "transport": "network"}),
     "sglang": ("sglang", {"url": URL}),
     "sglang with its own weights": ("sglang", {"url": URL, "weights": "none"}),
 }
@@ -60,13 +62,14 @@ REFUSED: dict[str, set[str]] = {
     "hf": set(),
     "hf, greedy": {"top_p"},
     "continuous": set(),
-    "vllm in each rank": {"timeout_seconds", "weights", "folder"},
+    "vllm in each rank": {"timeout_seconds", "weights", "folder", "transport"},
     "vllm servers": {"memory"},
     "vllm servers with the adapter": {"memory"},
-    "vllm servers with their own weights": {"memory", "folder"},
+    "vllm servers with their own weights": {"memory", "folder", "transport"},
+    "vllm servers over the network": {"memory", "folder", "weights"},
     # It is not known which log-probs SGLang returns with them.
-    "sglang": {"top_p", "top_k"},
-    "sglang with its own weights": {"top_p", "top_k", "folder"},
+    "sglang": {"top_p", "top_k", "transport"},
+    "sglang with its own weights": {"top_p", "top_k", "folder", "transport"},
 }
 
 

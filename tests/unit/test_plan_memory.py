@@ -634,6 +634,18 @@ def test_weights_that_wait_for_a_sampler_are_in_host_memory() -> None:
     server = {"kind": "vllm", "url": "http://a"}
     assert host(4, **server).train == host(1, **server).train
 
+    # Or rank 0 has them, and those that the server samples by.
+    network = {**server, "transport": "network"}
+    of_policy = 2 * FACTS.parameters
+
+    assert host(0, **network).train - host(0, **server).train == of_policy
+    assert host(4, **network).train - host(4, **server).train == 4 * of_policy
+    assert host(4, **network).load == host(4, **server).load
+
+    adapter = {**network, "weights": "adapter"}
+
+    assert host(0, **adapter).train == host(0, **server).train
+
 
 @pytest.mark.parametrize(("asynchronous", "beside"), [(True, 2**30), (False, 0)])
 def test_on_cpus_a_background_save_stands_beside_a_step(asynchronous: bool, beside: int) -> None:

@@ -22,12 +22,11 @@ from drumline.config import rollouts as c
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
-from drumline.rl import hand_over as hand_overs
-from drumline.rl import vllm
+from drumline.rl import vllm, weight_folder
 from drumline.rl.build import RolloutFiles, build_generator, greedy_generator
 from drumline.rl.generate import Completion, HFGenerator, Request, request_seed
-from drumline.rl.hand_over import WeightFolder
 from drumline.rl.vllm import RemoteVLLM
+from drumline.rl.weight_folder import WeightFolder
 from tests.distributed.ranks import free_port
 from tests.plans import small_config
 from tests.tiny import read_model, tiny_tokenizer
@@ -289,7 +288,7 @@ def change_weights(model: Any, seed: int) -> None:
 def test_new_weights_reach_the_server_through_a_folder(
     server: StubServer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hand_overs, "SHARD_BYTES", 30_000)
+    monkeypatch.setattr(weight_folder, "SHARD_BYTES", 30_000)
     config = c.VLLMGenerator(url=server.url, max_new_tokens=12)
     learned = read_model(model)
     made, refresh = make_generator(config, run_dir=tmp_path)

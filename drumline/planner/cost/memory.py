@@ -899,8 +899,9 @@ def held_weights_bytes(layout: Layout, facts: ModelFacts) -> int:
     """Return the most bytes of weights that a rank has set aside in host memory for later rollouts.
 
     With `algorithm.ahead: N` the sampler works on one of N pending rollouts, and the weights of the
-    others wait (`rl.ahead`). Those for servers wait as files. A copy of the model takes weights in its
-    own type, and vLLM in this process takes them as the policy stores them.
+    others wait (`rl.ahead`). Those for servers wait as files, or on rank 0 alone
+    (`sent_weights_bytes`). A copy of the model takes weights in its own type, and vLLM in this process
+    takes them as the policy stores them.
     """
     rollout = layout.config.algorithm.rollout
     if rollout is None or rollout.lookahead < 2:
@@ -912,6 +913,21 @@ def held_weights_bytes(layout: Layout, facts: ModelFacts) -> int:
         bytes_of_entry = entry_bytes(layout)
     waiting = rollout.lookahead - 1
     return math.ceil(waiting * bytes_of_entry * facts.parameters)
+
+
+def sent_weights_bytes(layout: Layout, facts: ModelFacts) -> int:
+    """Return the most bytes of weights that rank 0 keeps in host memory for servers.
+
+    With `transport: network` it has those that the servers sample by, and those that wait for later
+    rollouts, in the type that the policy computes in. An adapter is small.
+    """
+    rollout = layout.config.algorithm.rollout
+    if rollout is None or not isinstance(rollout.generator, ServerGenerator):
+        return 0
+    if rollout.generator.transport != "network" or rollout.generator.weights != "folder":
+        return 0
+    versions = max(1, rollout.lookahead)
+    return math.ceil(versions * PRECISION_BYTES[layout.precision] * facts.parameters)
 
 
 def generator_of(layout: Layout) -> Generator | None:
@@ -972,6 +988,7 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
     # /dev/shm has the part of this host, and the part of its neighbour.
     copies = layout.config.checkpoint.memory_copies
     in_memory = copies * checkpoint * min(world, 2 * ranks) // world
+    sent = sent_weights_bytes(layout, facts)
     # Activations that blocks offload. On a CPU they stay in the same memory, as part of `peak`.
     moved = 0
     if layout.device == "cuda":
@@ -987,8 +1004,8 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
         during_save = training
     return HostMemory(
         load=_loading_bytes(layout, facts, model_part, ranks, own.load) + in_memory // 2,
-        train=ranks * training + in_memory,
-        save=ranks * (during_save + saved) + in_memory,
+        train=ranks * training + in_memory + sent,
+        save=ranks * (during_save + saved) + in_memory + sent,
         export=_exporting_bytes(layout, facts, ranks, own.export),
     )
 
