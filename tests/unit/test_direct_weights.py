@@ -104,11 +104,9 @@ def test_they_are_not_packed() -> None:
     assert unpacked == {"out_proj"}
 
     adapter = LoRAConfig(r=4, quantize="8bit")
-    (line,) = describe_unadapted(find_unadapted(facts(config, 64, adapter), adapter))
+    lines = describe_unadapted(find_unadapted(facts(config, 64, adapter), adapter))
 
-    assert (
-        "all-linear does not adapt the linear layers (mamba.out_proj), and QLoRA does not" in line
-    )
+    assert any("the linear layers (mamba.out_proj), and QLoRA does not" in line for line in lines)
 
 
 @pytest.mark.parametrize("kind", DERIVED)
