@@ -6,6 +6,7 @@ These are --why-not, --what-if and --for.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +17,12 @@ from drumline.errors import UserError
 from drumline.planner import command
 from drumline.planner.question import build_request
 from drumline.planner.report.cheapest import HostOffer, parse_duration, parse_offers
+from drumline.planner.report.explanation import explain
 from drumline.planner.search import cheapest as cheapest_hosts
 from drumline.planner.search import hypothetical
 from drumline.planner.search.answer import Question
 from drumline.planner.search.cheapest import Rented, cheapest, rent
+from drumline.planner.search.gains import gains
 from drumline.planner.search.hypothetical import change_cluster, parse_what_if, what_if
 from drumline.planner.search.rival import find_rival, parse_wanted, time_terms, why_worse
 from drumline.planner.search.search import search
@@ -117,6 +120,55 @@ def test_why_not_prints_both_plans(run: Run) -> None:
     parts = found["terms"]["gb_at_peak"].values()
     needs = found["other"]["memory"]["reserved"]
     assert sum(pair[1] for pair in parts) == pytest.approx(needs / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        (
+            "memory.checkpointed_blocks=2",
+            lambda layout: layout.config.memory.checkpointed_blocks == 2,
+        ),
+        ("precision.master=bf16", lambda layout: layout.is_pure_bf16),
+        ("strategy.sequence_parallel=false", lambda layout: not layout.strategy.sequence_parallel),
+        ("compile.enabled=false", lambda layout: not layout.config.compile.enabled),
+    ],
+)
+def test_any_key_that_changes_neither_model_nor_data_may_be_wanted(
+    eight: Question, text: str, has: Callable[[Any], bool]
+) -> None:
+    rival = find_rival(search(eight), parse_wanted(text))
+
+    assert rival.other is not None
+    assert has(rival.other.layout)
+    assert why_worse(rival, show)
+
+
+def test_what_a_config_or_a_strategy_lacks_is_one_line(eight: Question) -> None:
+    answer = search(eight)
+
+    with pytest.raises(UserError, match=r"no strategy takes strategy\.shards=3"):
+        find_rival(answer, parse_wanted("strategy.shards=3"))
+    with pytest.raises(UserError, match="checkpointed"):
+        find_rival(answer, parse_wanted("memory.checkpointed=3"))
+
+
+def test_each_choice_of_a_plan_is_undone_alone(eight: Question) -> None:
+    asked = eight.with_values("batch", micro_batch=4)
+    first = search(asked).ranked[0]
+    found = {gain.choice: gain for gain in gains(asked, first)}
+
+    one_row = found["micro-batch 4"].candidate
+    assert one_row is not None
+    assert one_row.layout.batch.micro_batch == 1
+    assert one_row.layout.batch.global_samples == first.layout.batch.global_samples
+    assert one_row.layout.strategy == first.layout.strategy
+    assert one_row.estimate.memory.peak < first.estimate.memory.peak
+    assert any(choice.startswith("checkpointing") for choice in found)
+
+    text = explain(search(asked), "1")
+    assert "What it has besides a plain run" in text
+    assert "× as fast as micro-batch 1" in text
 
 
 # -------------------------------------------------------------------------------------------------- --what-if

@@ -17,6 +17,7 @@ from drumline.planner.cost.terms import FP32_BYTES, LOW_BYTES, entry_bytes, low_
 from drumline.planner.report.output import needs_gb
 from drumline.planner.report.table import CATEGORIES, SECONDS, UNKNOWN, gradients_at_peak
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number, show_range
+from drumline.planner.search.gains import gains
 from drumline.planner.search.stream import describe_stream
 from drumline.system.output import plural
 
@@ -121,6 +122,7 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
     memory_title = f"Memory of the fullest device, GB, at its peak in {memory.phase}"
     sections = {
         "What runs": _explain_run_settings(question, candidate),
+        "What it has besides a plain run": _explain_gains(question, candidate),
         memory_title: _explain_memory(question, candidate),
         "The same, phase by phase, GB": _explain_phases(candidate),
         "Memory of a host, GB": _explain_host(candidate),
@@ -201,6 +203,23 @@ def _explain_run_settings(question: Question, candidate: Candidate) -> list[Line
         blocks = ", ".join(f"{start}–{end - 1}" for start, end in pipeline.layers)
         settings["stages"] = f"{pipeline.schedule}; blocks {blocks}"
     return [Line(what, "", text) for what, text in settings.items()]
+
+
+def _explain_gains(question: Question, candidate: Candidate) -> list[Line]:
+    """Return a line for each choice that a plain run lacks: what it gains by itself."""
+    lines = []
+    for gain in gains(question, candidate):
+        if gain.candidate is None:
+            lines.append(Line(gain.choice, "", f"{gain.plain} is refused: {gain.reason}"))
+            continue
+        faster = candidate.run_tokens_per_s / gain.candidate.run_tokens_per_s
+        more = candidate.estimate.memory.reserved - gain.candidate.estimate.memory.reserved
+        text = f"{number(faster)} × as fast as {gain.plain}, {number(abs(more) / GB)} GB"
+        text += " more" if more >= 0 else " less"
+        if gain.candidate.estimate.verdict == "no":
+            text += "; that does not fit"
+        lines.append(Line(gain.choice, "", text))
+    return lines
 
 
 def _explain_memory(question: Question, candidate: Candidate) -> list[Line]:

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import yaml
+from pydantic import ValidationError
+
+from drumline.config.load import changed_values, load_values
 from drumline.config.strategy import StrategyConfig
 from drumline.errors import PlanError, UserError
 from drumline.planner.search.answer import (
@@ -26,10 +30,13 @@ from drumline.planner.search.search import search, search_space
 # Keys that a mesh has, each a number of ranks.
 DEGREES = ("tp", "cp", "pp", "ep", "replicate", "shard")
 FORM = (
-    "write tp=8 (or cp, pp, ep, replicate, shard), strategy=zero3, micro_batch=4, checkpointing=full"
-    " or compile=true"
+    "write tp=8 (or cp, pp, ep, replicate, shard), strategy=zero3, micro_batch=4, checkpointing=full,"
+    " compile=true, or a key of a YAML such as memory.checkpointed_blocks=8, precision.master=bf16 or"
+    " strategy.sequence_parallel=false"
 )
 TRUTH = {"true": True, "false": False}
+# Sections of a config that change neither the model nor the data.
+SECTIONS = ("batch", "compile", "memory", "optimizer", "precision", "strategy")
 
 
 class Wanted(NamedTuple):
@@ -91,7 +98,9 @@ def parse_wanted(text: str) -> Wanted:
         "micro_batch": is_number,
         **dict.fromkeys(DEGREES, is_number),
     }
-    if not is_possible.get(wanted.key):
+    section, _, rest = wanted.key.partition(".")
+    is_key_of_config = section in SECTIONS and bool(rest) and bool(wanted.value)
+    if not is_key_of_config and not is_possible.get(wanted.key):
         raise UserError(f"{text!r} is no question", where="--why-not", fix=FORM)
     return wanted
 
@@ -130,14 +139,36 @@ def _with_wanted(question: Question, wanted: Wanted) -> Question:
         return question.with_values("memory", activation_checkpointing=wanted.value)
     if wanted.key == "compile":
         return question.with_values("compile", enabled=TRUTH[wanted.value])
+    section, _, rest = wanted.key.partition(".")
+    if rest and section != "strategy":
+        loaded = load_values(changed_values(question.config), [wanted.text])
+        return replace(question, config=loaded.config)
     return question
 
 
 def _strategies(question: Question, wanted: Wanted) -> Iterator[StrategyConfig]:
     """Yield the strategies of the search space that have what is wanted."""
+    section, _, key = wanted.key.partition(".")
+    if section == "strategy" and key:
+        yield from _with_key(question, key, wanted.value)
+        return
     for strategy in search_space(question):
         if _has(question, strategy, wanted):
             yield strategy
+
+
+def _with_key(question: Question, key: str, value: str) -> Iterator[StrategyConfig]:
+    """Yield each strategy of the search space that has a key, with this value of it."""
+    seen: list[StrategyConfig] = []
+    for strategy in search_space(question):
+        if key not in type(strategy).model_fields:
+            continue
+        values = strategy.model_dump() | {key: yaml.safe_load(value)}
+        with suppress(ValidationError):
+            changed = type(strategy).model_validate(values)
+            if changed not in seen:
+                seen.append(changed)
+                yield changed
 
 
 def _has(question: Question, strategy: StrategyConfig, wanted: Wanted) -> bool:
@@ -162,6 +193,10 @@ def _degree(question: Question, strategy: StrategyConfig, key: str) -> int | Non
 def _no_such_layout(question: Question, wanted: Wanted) -> UserError:
     """Return the error that no layout has what is wanted, with the values that there are."""
     values = set[str]()
+    if "." in wanted.key:
+        what = f"no strategy takes {wanted.text}"
+        fix = "`drumline strategies` or docs/reference/keys.md list the keys of each"
+        return UserError(what, where="--why-not", fix=fix)
     for strategy in search_space(question):
         if wanted.key == "strategy":
             values.add(strategy.kind)
