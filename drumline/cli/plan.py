@@ -292,6 +292,14 @@ def plan(
             help="Compare what a run measured with what its plan predicted.",
         ),
     ] = None,
+    learn: Annotated[
+        bool | None,
+        typer.Option(
+            "--learn/--no-learn",
+            help="With --check: keep what the run measured, and correct later plans for this machine by"
+            " it. --no-learn plans without what was kept.",
+        ),
+    ] = None,
 ) -> None:
     """Predict which strategies fit, how fast they are, and why.
 
@@ -300,8 +308,11 @@ def plan(
     if check is not None:
         from drumline.planner.report.check import check as run_check
 
-        exit_code = run_check(check, as_json)
+        exit_code = run_check(check, as_json, learns=bool(learn))
         raise typer.Exit(exit_code)
+    if learn:
+        fix = "add --check RUN"
+        raise UserError("--learn keeps what a run measured", where="drumline plan", fix=fix)
     from drumline.planner.command import Options, Trial
     from drumline.planner.command import plan as run
     from drumline.planner.question import Flags
@@ -351,6 +362,7 @@ def plan(
         offers=offers,
         probe=trial,
         trace=trace,
+        uses_learned=learn is None,
     )
     exit_code = run(options)
     raise typer.Exit(exit_code)

@@ -14,6 +14,7 @@ from drumline.config.load import Loaded
 from drumline.errors import UserError
 from drumline.planner.cluster import network_notes
 from drumline.planner.cost.times import estimate
+from drumline.planner.learned import devices_of, factors_of_runs, read_learned
 from drumline.planner.question import (
     FLAGS_ONLY_PATH,
     Flags,
@@ -27,7 +28,7 @@ from drumline.planner.question import (
 )
 from drumline.planner.report import table
 from drumline.planner.report.cheapest import parse_duration, parse_offers, report_cheapest
-from drumline.planner.report.check import show_probes
+from drumline.planner.report.check import describe_factors, show_probes
 from drumline.planner.report.devices import show_devices
 from drumline.planner.report.explanation import explain, pick
 from drumline.planner.report.faults import report_faults
@@ -51,6 +52,7 @@ from drumline.planner.search.hypothetical import Changes, parse_what_if
 from drumline.planner.search.rival import parse_wanted
 from drumline.planner.search.search import search
 from drumline.report.bars import COMPARING, LOOKING_FOR_HELP, OnProgress, bars, line_if_slow
+from drumline.system.output import plural
 
 # How many of the best candidates are traced.
 MOST_TRACED = 3
@@ -59,6 +61,8 @@ MOST_TOKENS = 1e18
 # Plans that one screen shows, and that --all shows.
 PLANS_OF_ONE_SCREEN = 3
 PLANS_OF_ALL = 8
+# The newest runs that are named, of those by which plans are corrected.
+MOST_RUNS_NAMED = 3
 
 Trial = Callable[[Answer, Loaded, OnProgress], Answer]
 
@@ -77,6 +81,7 @@ class Options:
     `deadline`: such as `24h`, in which the run is to be over.
     `offers`: hosts that can be rented for it, with prices, such as `8xh100-80g=2.5`.
     `trace`: trace the activations of the best few candidates.
+    `uses_learned`: correct plans for this machine by what earlier runs taught (planner.learned).
     `probe`: runs the best candidates for some real steps, which correct all estimates
     (`train.probe.probe`).
     """
@@ -98,6 +103,7 @@ class Options:
     offers: str | None = None
     probe: Trial | None = None
     trace: bool = False
+    uses_learned: bool = True
 
 
 def plan(options: Options) -> int:
@@ -125,6 +131,7 @@ def plan(options: Options) -> int:
     loaded = load_with_flags(options.config, options.overrides, options.flags)
     with bars(aside) as on_progress:
         request = build_request(loaded, on_progress)
+    request = _with_learned(request, options)
     question = request.question
     notes = [*loaded.notes, *request.notes, *_notes_on_hosts(question, rows)]
     for note in notes:
@@ -135,6 +142,28 @@ def plan(options: Options) -> int:
     else:
         _answer(request, loaded, options, console, aside)
     return 0
+
+
+def _with_learned(request: PlanRequest, options: Options) -> PlanRequest:
+    """Return a request for this machine with the factors of earlier runs on it, and a note that says so.
+
+    A probe is not corrected, since it measures the factors itself.
+    """
+    cluster = request.question.cluster
+    if not options.uses_learned or options.probe is not None or not cluster.is_this_machine:
+        return request
+    devices = devices_of(cluster)
+    runs = read_learned(devices)
+    if not runs:
+        return request
+    factors = factors_of_runs(runs)
+    names = ", ".join(Path(run.run).name for run in runs[-MOST_RUNS_NAMED:])
+    note = (
+        f"corrected by {plural(len(runs), 'run')} measured on {devices} ({names}):"
+        f" {describe_factors(factors)} (off: --no-learn)"
+    )
+    question = request.question.with_learned(factors)
+    return replace(request, question=question, notes=(*request.notes, note))
 
 
 def _notes_on_hosts(question: Question, rows: Sequence[Changes]) -> tuple[str, ...]:

@@ -10,19 +10,32 @@ from rich.console import Console
 from rich.table import Table
 
 from drumline.errors import UserError, printable
+from drumline.hardware.cluster import Cluster
+from drumline.hardware.detect import detect
 from drumline.plan.explain import plan_line
 from drumline.plan.plan import Plan
+from drumline.planner.cluster import cluster_of_machine
+from drumline.planner.cost import fitted
+from drumline.planner.learned import learn
 from drumline.planner.report.table import group_names
 from drumline.planner.search.correction import Factors, Probe
 from drumline.telemetry.plan_accuracy import OFF, Comparison, Measurement, compare, notes
 
+# Categories that no fitted constant decides, and what to look at.
+MADE_BY_FORMULA = {
+    "activations": "a formula of the block's operators; `drumline plan --trace` counts them one by one",
+    "peak": "no constant: the sum of the categories above it",
+    "traffic": "no constant: bytes are counted collective by collective",
+}
 # A factor that differs from 1 by less is printed as 1.
 NEGLIGIBLE = 5e-3
 TRAIN = "train with this version: drumline train CONFIG.yaml"
 
 
-def check(run: Path, as_json: bool = False) -> int:
-    """Print what was predicted of a run beside what it measured.
+def check(run: Path, as_json: bool = False, learns: bool = False) -> int:
+    """Print what was predicted of a run beside what it measured, and what that would change.
+
+    `learns`: keep what it measured for later plans (planner.learned).
 
     Returns the exit code 0, however large the differences are. Raises UserError for a folder that is no run,
     and for a run without measurements.
@@ -30,6 +43,10 @@ def check(run: Path, as_json: bool = False) -> int:
     plan, measured = read_run(run)
     assert plan.predicted.estimate is not None
     rows = compare(plan.predicted.estimate, measured)
+    if learns and as_json:
+        raise UserError(
+            "--learn and --json cannot be combined", where="drumline plan", fix="leave one out"
+        )
     if as_json:
         _print_json(rows, measured)
         return 0
@@ -41,7 +58,47 @@ def check(run: Path, as_json: bool = False) -> int:
         console.print(f"off by more than {OFF:.0%}: {', '.join(off)}")
     else:
         console.print(f"nothing that counts is off by more than {OFF:.0%}")
+    for line in moved_constants(rows):
+        console.print(line, markup=False, soft_wrap=True)
+    if learns:
+        kept = learn(run, plan, measured, _cluster_here(plan))
+        console.print(
+            f"kept for later plans of {kept.devices}: {describe_factors(kept.factors)}",
+            markup=False,
+            soft_wrap=True,
+        )
     return 0
+
+
+def _cluster_here(plan: Plan) -> Cluster:
+    """Return the devices of this machine that a run of the plan uses."""
+    machine = detect()
+    if plan.device == "cpu":
+        machine = machine.without_devices()
+    return cluster_of_machine(machine, plan.mesh.world_size)
+
+
+def moved_constants(rows: list[Comparison]) -> list[str]:
+    """Return a line for each category that is off: what a fit to this run alone would change."""
+    lines = []
+    for row in rows:
+        if not row.warns or not row.predicted or not row.measured:
+            continue
+        factor = row.measured / row.predicted
+        if row.category == "seconds":
+            now = fitted.PRODUCTS
+            lines.append(
+                f"seconds: PRODUCTS, the surplus of matrix products, would go from {now:.3g} to"
+                f" {now * factor:.3g}; `drumline calibrate` measures the rates themselves"
+            )
+        elif row.category == "reserved":
+            lines.append(
+                "reserved: FRAGMENTS, the allocator's share of what comes and goes,"
+                f" would make {factor:.3g} × as much"
+            )
+        elif row.category in MADE_BY_FORMULA:
+            lines.append(f"{row.category}: {MADE_BY_FORMULA[row.category]}")
+    return lines
 
 
 def _print_json(rows: list[Comparison], measured: Measurement) -> None:

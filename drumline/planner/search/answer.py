@@ -53,6 +53,7 @@ class Question:
     `has_deepspeed`: DeepSpeed is installed, or can be.
     `nvme`: a folder on a disk to which ZeRO-3 may offload, besides the folder of strategy auto.
     `correction`: factors by which all estimates are corrected; they come from real steps.
+    `learned`: factors of earlier runs on this machine, see `planner.learned`; a correction replaces them.
     """
 
     config: Config
@@ -64,11 +65,16 @@ class Question:
     has_deepspeed: bool = True
     nvme: str | None = None
     correction: Factors | None = None
+    learned: Factors | None = None
 
     def with_values(self, section: str, **values: object) -> Question:
         """Return the question with these values in a section of its config."""
         changed = getattr(self.config, section).model_copy(update=values)
         return replace(self, config=self.config.model_copy(update={section: changed}))
+
+    def with_learned(self, factors: Factors) -> Question:
+        """Return the question with the factors of earlier runs on this machine."""
+        return replace(self, learned=factors)
 
 
 @dataclass(frozen=True)

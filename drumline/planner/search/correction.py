@@ -92,7 +92,14 @@ def mean_factors(factors: Iterable[Factors]) -> Factors:
 
 
 def correct_estimate(estimate: Estimate, by: Factors) -> Estimate:
-    """Return the estimate times the factors. Host memory and rollouts stay as they are."""
+    """Return the estimate times the factors, with the ranges of what was probed."""
+    memory_range, seconds_range = PROBED
+    ranges = {"memory_range": memory_range, "seconds_range": seconds_range}
+    return scale_estimate(estimate, by).model_copy(update=ranges)
+
+
+def scale_estimate(estimate: Estimate, by: Factors) -> Estimate:
+    """Return the estimate times the factors. Host memory, rollouts and ranges stay as they are."""
     seconds = {}
     for name, value in estimate.seconds:
         if name == "rollout":
@@ -104,7 +111,6 @@ def correct_estimate(estimate: Estimate, by: Factors) -> Estimate:
     mfu = estimate.mfu
     if mfu is not None:
         mfu /= slower
-    memory_range, seconds_range = PROBED
     return estimate.model_copy(
         update={
             "memory": _correct_memory(estimate.memory, by),
@@ -112,8 +118,6 @@ def correct_estimate(estimate: Estimate, by: Factors) -> Estimate:
             "traffic": estimate.traffic.model_copy(update=traffic),
             "tokens_per_s": estimate.tokens_per_s / slower,
             "mfu": mfu,
-            "memory_range": memory_range,
-            "seconds_range": seconds_range,
         }
     )
 

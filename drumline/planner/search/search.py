@@ -62,7 +62,7 @@ from drumline.planner.search.compiling import (
     reason_against_layout,
     set_compile,
 )
-from drumline.planner.search.correction import correct_estimate
+from drumline.planner.search.correction import correct_estimate, scale_estimate
 from drumline.planner.strategies.base import Space, StrategyCost, cost_of
 
 # The most strategies of a family that an answer holds.
@@ -592,11 +592,13 @@ def _reason(error: PlanError) -> str:
 
 
 def _estimate(question: Question, layout: Layout) -> Estimate:
-    """Return the estimate of a layout, corrected by real steps if the question has a correction."""
+    """Return the estimate of a layout, corrected by real steps of probes, or else of earlier runs."""
     predicted = estimate(layout, question.facts, question.cluster)
-    if question.correction is None:
-        return predicted
-    return correct_estimate(predicted, question.correction)
+    if question.correction is not None:
+        return correct_estimate(predicted, question.correction)
+    if question.learned is not None:
+        return scale_estimate(predicted, question.learned)
+    return predicted
 
 
 def _number_of_processes(question: Question, strategy: StrategyConfig) -> int:
