@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from drumline.config.load import load
 from drumline.config.config import Config
+from drumline.config.load import load
 from drumline.train.setup import Request
 from tests.distributed.ranks import run_plans
 from tests.distributed.setups import case, chosen_params, claim
