@@ -17,10 +17,17 @@ from tests.harness import ROOT
 
 # Each page in Chinese has the same commands as its English twin (tests/unit/test_languages.py).
 PAGES: dict[str, Path] = {}
+GUIDES: dict[str, Path] = {}
 for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
-    if not page.stem.endswith(".zh"):
-        PAGES[page.stem] = page
-GUIDES = {stem: page for stem, page in PAGES.items() if page.parent == ROOT / "docs" / "guides"}
+    if page.stem.endswith(".zh"):
+        continue
+    name = page.stem
+    if page.parent == ROOT / "docs" / "guides":
+        GUIDES[name] = page
+    elif (ROOT / "docs" / "guides" / page.name).exists():
+        # An explanation and a guide of the same subject.
+        name = f"{page.parent.name}/{name}"
+    PAGES[name] = page
 PROGRAMS = (
     "accelerate",
     "cat",

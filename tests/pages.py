@@ -26,6 +26,7 @@ TASKS = (
     "grpo_tools",
     "environment_packages",
     "rollout_servers",
+    "mixtures",
     "vision_language",
     "embedding_model",
     "recipes",

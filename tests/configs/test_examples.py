@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from drumline.config.config import Config
 from drumline.config.load import load
 from drumline.train.setup import Request
 from tests.distributed.ranks import run_plans
 from tests.distributed.setups import case, chosen_params, claim
 from tests.harness import ENV, ROOT, column, events, run_drumline
-from tests.tiny import tiny_model_dir, tiny_vision_dir
+from tests.tiny import tiny_architecture_dir, tiny_model_dir, tiny_vision_dir
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 needs_the_model = pytest.mark.skipif(
@@ -60,6 +61,10 @@ AGAIN = (
     "sft_two_tasks",
     "lora",
     "ppo_smollm2",
+    "lora_qwen3_moe",
+    "embed_e5",
+    "rerank_bge",
+    "sft_t5",
 )
 # All the others where `--full` is asked for.
 PLANNED = (
@@ -70,6 +75,8 @@ PLANNED = (
 )
 # Processes: what needs more is parsed and dry-run only.
 MOST = 4
+# Examples whose first steps take fewer processes than their launcher starts.
+FEWER = {"lora_qwen3_moe": 2}
 # A rollout of two episodes a step, of prompts that are cut rather than refused.
 ROLLOUT = [
     "data.truncation=left",
@@ -105,11 +112,28 @@ def instead(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     folder = tmp_path_factory.mktemp("instead")
     sees = tiny_vision_dir(folder / "sees")
     reads = tiny_model_dir(folder / "reads")
+    mixture = tiny_architecture_dir(folder / "mixture", "qwen3_moe", layers=2)
+    seq2seq = tiny_architecture_dir(folder / "seq2seq", "t5", layers=2)
     text = "data.train=[{kind: file, path: data/chat.jsonl}]"
     return {
         "sft_qwen3_vl": [f"model.id={sees}", "data.max_length=512"],
         "pretrain_gpt2_1.5b": [f"model.tokenizer={reads}", text],
+        "lora_qwen3_moe": [f"model.id={mixture}"],
+        "embed_e5": encoder("bert", reads),
+        "rerank_bge": encoder("xlm-roberta", reads),
+        "sft_t5": [f"model.id={seq2seq}"],
     }
+
+
+def encoder(kind: str, tokenizer: Path) -> list[str]:
+    """The keys of a small random encoder."""
+    shape = "hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, intermediate_size: 64"
+    tokens = "vocab_size: 320, pad_token_id: 0, max_position_embeddings: 514"
+    return [
+        "model.id=null",
+        f"model.tokenizer={tokenizer}",
+        f"model.config={{model_type: {kind}, {shape}, {tokens}}}",
+    ]
 
 
 @pytest.mark.full  # its config takes first steps below
@@ -170,7 +194,7 @@ def first_steps() -> list[Any]:
     params = []
     for path in EXAMPLES:
         config = load(path, []).config
-        if (config.launch.nproc or 1) > MOST:
+        if processes(path, config) > MOST:
             continue
         is_again = path.stem in AGAIN
         is_real = has_weights(path)
@@ -181,6 +205,11 @@ def first_steps() -> list[Any]:
         if path.stem not in PAIRS:
             params.append(case(path, False, id=f"{path.stem}, tiny", full=is_again))
     return params
+
+
+def processes(path: Path, config: Config) -> int:
+    """How many processes take an example's first steps."""
+    return FEWER.get(path.stem, config.launch.nproc or 1)
 
 
 def is_packaged(path: Path) -> bool:
@@ -239,6 +268,8 @@ def trained(
         if by_command(path, params["real"]):
             continue
         more = quick(path, instead)
+        if path.stem in FEWER:
+            more.append(f"launch.nproc={FEWER[path.stem]}")
         if is_packaged(path):
             more.append(f"model.id={model}")
         if load(path, []).config.algorithm.teaching is not None:
@@ -247,7 +278,7 @@ def trained(
             more.append("data.max_length=384")  # its tokens are letters: rows are longer
         places = [f"run.dir={root / path.stem}", f"data.cache_dir={root / 'cache'}"]
         loaded = load(path, [*more, *places, "run.device=cpu"])
-        size = load(path, []).config.launch.nproc or 1
+        size = processes(path, loaded.config)
         plan = claim(Request(loaded, world_size=size))
         is_zero = loaded.config.strategy.kind.startswith("zero")
         groups.setdefault((size, is_zero), []).append(plan)
