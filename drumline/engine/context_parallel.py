@@ -274,14 +274,14 @@ def whole_mask(part: SequencePart, mask: Function, **options: Any) -> Any:
     chunks). Which documents they belong to follows from the positions of the whole sequence; the
     model has seen one part.
     """
-    from drumline.vendor.transformers import find_packed_sequence_indices, packed_mask
+    from drumline.vendor.transformers import packed_mask
 
     positions_BT = part.positions_BT
     assert positions_BT is not None
     documents_BT: Tensor | None = None
     if not has_batch():
         # Nothing else says which documents the tokens belong to.
-        documents_BT = find_packed_sequence_indices(positions_BT)
+        documents_BT = _number_documents(part, positions_BT)
     if documents_BT is not None:
         options["mask_function"] = packed_mask(options["mask_function"], positions_BT, documents_BT)
         options["allow_is_causal_skip"] = False
@@ -290,6 +290,25 @@ def whole_mask(part: SequencePart, mask: Function, **options: Any) -> Any:
     options["kv_length"] = length
     options["attention_mask"] = None if part.mask_BT is None else part.mask_BT.bool()
     return mask(**options)
+
+
+def _number_documents(part: SequencePart, positions_BT: Tensor) -> Tensor | None:
+    """Return the number of each token's document in its row, int64[B, T]; None for one document a row.
+
+    transformers reads from the device which of both it is, and the host waits. It need not if the
+    batch has told how many documents its rows have.
+    """
+    from drumline.vendor.transformers import find_packed_sequence_indices
+
+    if part.has_several_documents is None:
+        numbers: Tensor | None = find_packed_sequence_indices(positions_BT)
+        return numbers
+    if not part.has_several_documents:
+        return None
+    # Positions count up by one within a document.
+    before_first = positions_BT[:, :1] - 1
+    increments_BT = torch.diff(positions_BT, prepend=before_first, dim=1)
+    return (increments_BT != 1).cumsum(1)
 
 
 def ring(

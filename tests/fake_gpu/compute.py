@@ -54,6 +54,7 @@ WITHOUT_NUMBERS = {
 SIZED_BY_NUMBERS = {
     "aten::nonzero",
     "aten::masked_select",
+    "aten::masked_scatter_backward",
     "aten::_unique2",
     "aten::unique_dim",
     "aten::unique_consecutive",
@@ -471,10 +472,32 @@ def _log_sigmoid_backward(result: Any, values: Values) -> None:
     _write(result, values["grad_output"] * torch.sigmoid(-values["self"]))
 
 
+def _at_least_fp32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _layer_norm(result: Any, values: Values) -> None:
+    """The CPU rounds the mean and the deviation to the type of the input; a GPU keeps them in fp32."""
+    precise = _each(_at_least_fp32, list(values.values()))
+    for target, source in zip(result, torch.native_layer_norm(*precise), strict=True):
+        _write(target, source)
+
+
+def _layer_norm_backward(result: Any, values: Values) -> None:
+    """The CPU takes no mean of another type than the input's, which a GPU makes of 16 bits."""
+    precise = _each(_at_least_fp32, list(values.values()))
+    gradients = torch.ops.aten.native_layer_norm_backward(*precise)
+    for target, source in zip(result, gradients, strict=True):
+        if target is not None:
+            _write(target, source)
+
+
 OWN_FORMULAS: dict[str, Callable[[Any, Values], None]] = {
     "aten::histc": _histogram,
     "aten::_scaled_mm": _scaled_product,
     "aten::log_sigmoid_backward": _log_sigmoid_backward,
+    "aten::native_layer_norm": _layer_norm,
+    "aten::native_layer_norm_backward": _layer_norm_backward,
     "aten::_scaled_dot_product_flash_attention": _attention_forward,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention": _attention_forward,

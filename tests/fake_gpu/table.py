@@ -75,11 +75,16 @@ FOUR_HEADS = "llama with four heads of keys and values"
 # Two on each of 4 devices. With one, torch.histc reads its bounds from kernels that it starts itself,
 # and those compute nothing over the stand-in.
 EIGHT_EXPERTS = "mixtral with eight experts"
+EIGHT_SMALL_EXPERTS = "qwen3_moe with eight experts"
+# Its rows have conversations with images and without.
+VISION = "qwen3_vl"
 # A head that is not in the model's files would be drawn on the device, and be another one there.
 SCORED = "llama with a head of scores"
 PACKED: Sections = {"data": {"packing": True, "max_length": 96}, "rows": 120}
 RING: Sections = {"data": {"packing": False, "max_length": 128}}
 LORA: Sections = {"adapter": {"kind": "lora", "r": 4}}
+# The loss of routers needs all tokens of a document on one rank.
+NO_ROUTER_LOSS: Sections = {"model": {"config": {"output_router_logits": False}}}
 ROLLOUT: Sections = {
     "rewards": [LETTERS],
     "generator": {"kind": "hf", "max_new_tokens": 6, "batch": 16},
@@ -145,6 +150,14 @@ ON_MORE_DEVICES = [
     spread("cp 4, ring", 4, {"kind": "cp", "method": "ring"}, numbers=RING_OF_FOUR),
     spread("model_parallel 4", 4, "model_parallel", layers=4),
     spread("ep 4", 4, {"kind": "ddp", "ep": 4}, architecture=EIGHT_EXPERTS),
+    spread(
+        "fsdp2, ep 2 x tp 2",
+        4,
+        {"kind": "fsdp2", "ep": 2, "tp": 2},
+        architecture=EIGHT_SMALL_EXPERTS,
+        numbers=NO_ROUTER_LOSS,
+    ),
+    spread("ep 2 x cp 2", 4, {"kind": "ddp", "ep": 2, "cp": 2}, architecture="qwen3_moe"),
     spread("local_sgd 4", 4, {"kind": "local_sgd", "period": 2}, is_held_against_ranks=True),
     spread("diloco 4", 4, {"kind": "diloco", "period": 2}, is_held_against_ranks=True),
 ]
@@ -254,6 +267,13 @@ KAHAN = {"strategy": "fsdp2", "precision": {**PURE, "rounding": "kahan"}}
 ROWS += [
     Row("one device, pure bf16, stochastic", 1, {"precision": PURE}, tolerance=2e-2),
     Row("fsdp2 2, pure bf16, kahan", 2, KAHAN, tolerance=2e-2),
+    Row(
+        "ep 2, pure bf16, stochastic",
+        2,
+        {"strategy": {"kind": "ddp", "ep": 2}, "precision": PURE},
+        tolerance=2e-2,
+        architecture="qwen3_moe",
+    ),
 ]
 
 ALGORITHMS: dict[str, Sections] = {
@@ -279,11 +299,32 @@ for name, algorithm in ALGORITHMS.items():
     fields["has_teacher"] = algorithm["kind"] in ("distill", "gkd")
     work(name, "fp32", numbers, "one device", "fsdp2 2", **fields)
 
+# The convolution that makes features of patches is a loop over patches, as torch has it without
+# cuDNN: most of the copies are its.
+IMAGES: Sections = {"data": {"packing": False, "max_length": 256}, "rows": 48}
+work("images", "fp32", IMAGES, "one device", "fsdp2 2", architecture=VISION)
+work("images", "bf16", IMAGES, "one device", "fsdp2 2", architecture=VISION)
+PAIRS_WITH_IMAGES: Sections = {
+    **IMAGES,
+    "algorithm": ALGORITHMS["dpo"],
+    "optimizer": {"eps": 1e-4},
+}
+work("dpo, images", "fp32", PAIRS_WITH_IMAGES, "one device", tolerance=1e-4, architecture=VISION)
+
 DEEPSEEK: dict[str, Any] = {"architecture": "deepseek_v3"}
 work("lora on experts", "bf16", LORA, "one device", "fsdp2 2", "ep 2", **DEEPSEEK)
 # Recurrent layers run document by document.
 HYBRID: dict[str, Any] = {"architecture": "granitemoehybrid", "layers": 4}
 work("hybrid, packed", "bf16", PACKED, "one device", "fsdp2 2", **HYBRID)
+# Gated DeltaNet. Where rows are cut over ranks, its layers run on whole rows.
+DELTA: dict[str, Any] = {"architecture": "qwen3_5_text", "layers": 4}
+work("gated deltanet, packed", "bf16", PACKED, "one device", "fsdp2 2", "cp 2", **DELTA)
+work("gated deltanet", "fp32", {"data": {"packing": False}}, "cp 2", **DELTA)
+# Experts with packed weights, without weights in fp32, and with routers whose biases follow the load.
+QWEN3_MOE: dict[str, Any] = {"architecture": "qwen3_moe"}
+QLORA = {"adapter": {**LORA["adapter"], "quantize": "4bit"}}
+work("experts, qlora 4bit", "bf16", QLORA, "ep 2", tolerance=3e-2, **QWEN3_MOE)
+work("router bias", "fp32", {"model": {"router_bias_rate": 0.02}}, "one device", "ep 2", **DEEPSEEK)
 work("encoder-decoder", "fp32", {}, "one device", "fsdp2 2", architecture="t5")
 
 BY_NAME = {row.name: row for row in ROWS}
@@ -304,3 +345,7 @@ for name in BY_NAME:
         PAGEABLE[name] = NORM
     elif name.endswith(("grpo, fp32", "ppo, fp32", "online dpo, fp32", "gkd, fp32")):
         PAGEABLE[name] = "transformers' generate copies the id of padding, once a batch of prompts"
+    elif ", images, " in name:
+        PAGEABLE[name] = (
+            "transformers copies how many patches are merged, once a micro-batch with images"
+        )

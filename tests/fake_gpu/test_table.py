@@ -24,16 +24,33 @@ from tests.fake_gpu.table import (
     BY_NAME,
     COUNTED,
     EIGHT_EXPERTS,
+    EIGHT_SMALL_EXPERTS,
     FOUR_HEADS,
     PAGEABLE,
     ROWS,
     SAVED_STEP,
     SCORED,
     STEPS,
+    VISION,
     Row,
 )
-from tests.harness import Sections, column, events, losses, read_json, write_config
-from tests.tiny import tiny_architecture_dir, tiny_model_dir, tiny_reward_model_dir
+from tests.harness import (
+    Sections,
+    column,
+    events,
+    losses,
+    read_json,
+    vision_pair_rows,
+    vision_rows,
+    write_config,
+    write_rows,
+)
+from tests.tiny import (
+    tiny_architecture_dir,
+    tiny_model_dir,
+    tiny_reward_model_dir,
+    tiny_vision_dir,
+)
 
 COUNTS = Path(__file__).parent / "counts.json"
 pytestmark = [
@@ -165,7 +182,11 @@ class Runs:
             # Each run asks the teacher itself, whose numbers are kept beside the tokens.
             places["data"]["cache_dir"] = str(folder / "cache")
             places["algorithm"] = {"teacher": {"id": str(self._teacher())}}
-        return write_config(folder, self._model(row), **merge(BASE, *sections, places))
+        config = merge(BASE, *sections, places)
+        path = write_config(folder, self._model(row), **config)
+        if row.architecture == VISION:
+            write_rows_with_images(folder, config)
+        return path
 
     def _teacher(self) -> Path:
         folder = self.root / "teacher"
@@ -183,9 +204,21 @@ class Runs:
             return tiny_model_dir(folder, layers=row.layers, kv_heads=4)
         if row.architecture == EIGHT_EXPERTS:
             return tiny_architecture_dir(folder, "mixtral", row.layers, num_local_experts=8)
+        if row.architecture == EIGHT_SMALL_EXPERTS:
+            return tiny_architecture_dir(folder, "qwen3_moe", row.layers, num_experts=8)
+        if row.architecture == VISION:
+            return tiny_vision_dir(folder, layers=row.layers)
         if row.architecture == SCORED:
             return tiny_reward_model_dir(folder, layers=row.layers)
         return tiny_architecture_dir(folder, row.architecture, row.layers)
+
+
+def write_rows_with_images(folder: Path, config: Sections) -> None:
+    """Write conversations with images, or pairs of answers to them, over the data of a config."""
+    kind = config.get("algorithm", {}).get("kind", "sft")
+    make = vision_pair_rows if kind == "dpo" else vision_rows
+    write_rows(folder / "train.jsonl", make(folder, config["rows"]))
+    write_rows(folder / "eval.jsonl", make(folder, 6, seed=1))
 
 
 def _numbers(row: Row) -> str:

@@ -30,6 +30,8 @@ ROLLOUTS = ("*, grpo, *", "*, ppo, *", "*, online dpo, *", "*, gkd, *")
 ZERO = ("zero*",)
 ON_HOST = ("one device, optimizer offloaded", "fsdp2 2, optimizer offloaded")
 FSDP2_OFFLOADED = ("fsdp2 2, everything offloaded",)
+IMAGES = ("*, images, *",)
+EXPERTS_IN_FP32 = ("ep *, fp32", "fsdp2, ep *, fp32")
 DEEPSPEED = "DeepSpeed's own engine: it reads norms and counts, and synchronises its streams"
 GENERATE = "a rollout: transformers' generate and the reading of what was sampled"
 
@@ -78,20 +80,39 @@ REASONS = [
     # Experts.
     Reason(
         "engine/experts.py:_run_where_experts_are < engine/experts.py:exchange_tokens",
-        ("ep *",),
+        ("ep *", "fsdp2, ep *"),
         "how many tokens each rank sends and gets: NCCL takes these sizes from the host, and the"
         " router of a layer decides them right before",
     ),
     Reason(
         "engine/experts.py:run < engine/experts.py:run",
-        ("ep *, fp32",),
+        EXPERTS_IN_FP32,
         "torch's grouped product of fp32 weights reads the bounds of the experts, and multiplies"
         " expert by expert",
     ),
     Reason(
+        "models/router_load.py:__call__ < models/head.py:compute_outputs",
+        ("one device, router bias, fp32",),
+        "the same, where experts are not cut and run by transformers' own forward",
+    ),
+    Reason(
         "",
-        ("ep *, fp32",),
+        (*EXPERTS_IN_FP32, "one device, router bias, fp32"),
         "the same in backward, where torch calls it without Python",
+    ),
+    # Images, whose sizes are arguments of transformers' models on the device.
+    Reason(
+        "models/head.py:compute_outputs < models/head.py:forward",
+        IMAGES,
+        "transformers reads the sizes of images for the positions of their patches, for the"
+        " attention of each block of the tower, and to cut the features; and it asks where the"
+        " tokens of images lie, and whether there are as many as features",
+    ),
+    Reason(
+        "",
+        IMAGES,
+        "transformers puts features to where the tokens of images lie, by a mask: its backward asks"
+        " for the places, too",
     ),
     # transformers asks for padding and documents, so that attention without them needs no mask.
     Reason(
@@ -107,8 +128,14 @@ REASONS = [
     ),
     Reason(
         "models/head.py:compute_outputs < models/head.py:forward",
-        ("*, hybrid, packed, *",),
+        ("*, hybrid, packed, *", "cp 2, gated deltanet, *"),
         "transformers asks whether a row is padded, for the mask of the recurrent layers",
+    ),
+    Reason(
+        "models/head.py:compute_outputs < models/head.py:forward",
+        ("one device, gated deltanet, packed, *", "fsdp2 2, gated deltanet, packed, *"),
+        "the attention of Qwen3.5 takes a mask, for which transformers asks whether rows have"
+        " several documents",
     ),
     # Rollouts.
     Reason(
