@@ -60,8 +60,6 @@ SIZED_BY_NUMBERS = {
     "aten::unique_consecutive",
     "aten::bincount",
     "aten::equal",
-    # Its result has a fixed size, but it selects first.
-    "aten::masked_scatter_backward",
 }
 # Without cuDNN torch computes them sample by sample: thousands of launches for the patches of an image.
 CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward"}
