@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.tiny import VISION_SPECIAL, tiny_tokenizer
+from tests.tiny import VISION_SPECIAL, let_states_last, tiny_tokenizer
 
 # Each tower sees tiles of 16 × 16 pixels in patches of 4 × 4, and has 4 tokens for one.
 SIDE = 16
@@ -51,6 +51,21 @@ TOWER: dict[str, Any] = {
 # Without the head that pools an image, which no language model reads.
 SIGLIP = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
 M_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+# Qwen3.5's language model: Gated DeltaNet in one layer and attention in the other.
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {**M_ROPE, "partial_rotary_factor": 1.0, "mrope_interleaved": True},
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 
 
 def template(mark: str) -> str:
@@ -102,7 +117,14 @@ def family_config(model_type: str, ids: dict[str, int], text: dict[str, Any]) ->
             "video_token_index": ids["<video>"],
         }
     tower: dict[str, Any] = {"depth": 2, "patch_size": 4, "temporal_patch_size": 2}
-    if model_type == "qwen2_vl":
+    language = {**text, "rope_parameters": M_ROPE}
+    if model_type in ("qwen3_5", "qwen3_5_moe"):
+        tower |= {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+        tower |= {"out_hidden_size": 32, "num_position_embeddings": 36}
+        language = {**text, **DELTA}
+        if model_type == "qwen3_5_moe":
+            language |= EXPERTS
+    elif model_type == "qwen2_vl":
         tower |= {"embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}
     else:
         tower |= {
@@ -114,7 +136,7 @@ def family_config(model_type: str, ids: dict[str, int], text: dict[str, Any]) ->
             "fullatt_block_indexes": [1],
         }
     return {
-        "text_config": {**text, "rope_parameters": M_ROPE},
+        "text_config": language,
         "vision_config": tower,
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
@@ -160,6 +182,7 @@ def tiny_family_dir(path: Path, model_type: str, seed: int = 0) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config)
+    let_states_last(model)
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

@@ -196,7 +196,7 @@ class Vision(ABC):
 
 @dataclass(frozen=True)
 class QwenVision(Vision):
-    """Qwen2-VL to Qwen3-VL: an image of any size becomes patches, of which merge² are one token.
+    """Qwen2-VL to Qwen3.5: an image of any size becomes patches, of which merge² are one token.
 
     A grid is the number of patches in time, height and width.
 
@@ -652,6 +652,8 @@ FAMILIES: dict[str, type[Vision]] = {
     "qwen2_5_vl": QwenVision,
     "qwen3_vl": QwenVision,
     "qwen3_vl_moe": QwenVision,
+    "qwen3_5": QwenVision,
+    "qwen3_5_moe": QwenVision,
     "gemma3": GemmaVision,
     "internvl": InternVision,
     "smolvlm": SmolVision,

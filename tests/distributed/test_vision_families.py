@@ -52,6 +52,8 @@ FAMILIES = (
     "llava_onevision",
     "qwen2_5_vl",
     "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
 )
 PAIRS = ("dpo", "orpo", "simpo", "kto", "reward")
 # Two prompts a step: one with an image, one without.
@@ -81,8 +83,16 @@ CASES: dict[str, Sections] = {
         "eval": {"samples": 3, "max_new_tokens": 4, "at_start": False},
         "data": {"holdout": 3},
     },
+    # The recurrent layers of its language model keep the documents of a pack apart.
+    "packs adapted": {
+        "data": {"packing": True},
+        "batch": {"global_samples": 2, "micro_batch": 1},
+        "adapter": {"kind": "lora", "r": 4, "targets": ["language"]},
+    },
     "tower adapted": {"adapter": {"kind": "lora", "r": 4, "targets": ["vision", "language"]}},
 }
+# The families of the cases that are none; Qwen3-VL for the rest.
+OTHER_MODELS = {"packs adapted": "qwen3_5"}
 # Context parallelism is of the model alone: it is asked of families, and not of each kind of pairs.
 # LLaVA-OneVision has weights that no gradient reaches, for which DDP would wait.
 PARTED = (
@@ -103,6 +113,9 @@ STAY = (
     ("smolvlm", "fsdp2"),
     ("llava_onevision", "fsdp2"),
     ("qwen2_5_vl", "ddp"),
+    ("qwen3_5", "ddp"),
+    ("qwen3_5", "fsdp2"),
+    ("packs adapted", "fsdp2"),
     ("dpo", "fsdp2"),
     ("kto", "ddp"),
     ("reward", "fsdp2"),
@@ -161,7 +174,7 @@ class Planner:
         folder = self.root / name
         folder.mkdir()
         rows = self.pairs if case in PAIRS else self.texts
-        model = self.model(case if case in FAMILIES else "qwen3_vl")
+        model = self.model(case if case in FAMILIES else OTHER_MODELS.get(case, "qwen3_vl"))
         path = write_config(folder, model, **merge(BASE, CASES[case], sections))
         overrides = [
             f"data.train=[{{kind: file, path: {rows}}}]",

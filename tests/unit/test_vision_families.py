@@ -24,14 +24,17 @@ from drumline.data.images import collate_vision
 from drumline.data.sources import Row, read_rows
 from drumline.errors import DataError, ModelError, PlanError
 from drumline.models.adapters import find_targets
+from drumline.models.attention import use_document_attention
 from drumline.models.freeze import freeze
 from drumline.models.head import can_split, trial_batch
 from drumline.models.image_tokens import FAMILIES, GemmaVision, OneVision, Vision
 from drumline.models.load import load_config
 from drumline.models.parts import PARTS, names_in_part, unread_names
+from drumline.models.recurrent_trial import separate_recurrent_layers
 from drumline.models.tokenizer import load_tokenizer
 from tests.harness import vision_rows, write_rows
 from tests.tiny_vision import MARKS, SIDE, tiny_family_dir
+from tests.unit.test_attention import layout
 from tests.vision_setups import (
     assert_close,
     built,
@@ -55,6 +58,8 @@ TESTED = (
     "llava_onevision",
     "qwen2_5_vl",
     "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
 )
 # Columns and rows of pixels of an image that several families cut into tiles.
 WIDE = (40, 20)
@@ -213,6 +218,10 @@ def test_packs_are_their_rows(folder: Path, vision: Vision) -> None:
     assert len(packed) < len(alone)
 
     model = built(vision)
+    if family(vision).startswith("qwen3_5"):
+        # As in training: its recurrent layers run on each document by itself.
+        use_document_attention(model, layout())
+        separate_recurrent_layers(model, "cpu")
     batch = collate_vision(packed, list(range(len(packed))), 0, 257, vision)
     of_packs = learned_by(model, batch)
     of_rows = learned_by(model, collate_alone(alone, list(range(len(alone))), vision))
