@@ -122,6 +122,34 @@ def sizes_of(
     return with_length(sizes, counted_length, length)
 
 
+def text_part_notes(found: FoundModel, head: Head, sizes: ModelFacts) -> list[str]:
+    """Return in one line, for the user, that only the language model within a model is trained.
+
+    That is so of a vision-language model whose images are not read here (`models.text_part`); none
+    for any other model. `sizes`: of `found` with the head `head`.
+    """
+    # Heads under which the sizes of a vision-language model say that it is one.
+    if head not in ("lm", "valued", "score") or sizes.vision_language:
+        return []
+    if found.model.trust_remote_code:
+        return []
+    values = _stored_values(found)
+    if not values.get("vision_config"):
+        return []
+    kind = values.get("model_type")
+    return [f"model: the language model within {kind} is trained, on text; images are not read"]
+
+
+def _stored_values(found: FoundModel) -> dict[str, Any]:
+    """Return the values of a model's config.json, or of `model.config`; empty if it is not here."""
+    if found.path is None:
+        return dict(found.model.config)
+    file = Path(found.path) / "config.json"
+    if not file.is_file():
+        return {}
+    return read_object(file, ModelError)
+
+
 def _key(found: FoundModel, head: Head, other_inputs: list[Any]) -> str | None:
     """Return the name under which the sizes of a model are kept; None if they are not kept.
 

@@ -86,6 +86,7 @@ from drumline.planner.search.answer import Candidate, Question
 from drumline.planner.search.auto import choose, choose_compile
 from drumline.planner.search.budget import checkpointing_modes, fit_to_budget
 from drumline.planner.seq2seq import resolve_seq2seq
+from drumline.planner.sizes import text_part_notes
 from drumline.report.bars import COMPARING, OnProgress, notes, notify_if_slow
 from drumline.rl import environments, rewards
 from drumline.rl.curriculum import require_domains
@@ -150,6 +151,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     question = build_question(
         config, policy, roles, data, cluster, needs_all_processes=has_fixed_processes
     )
+    notes(text_part_notes(policy, config.head, question.facts))
     config, why = _fill_auto_keys(question, about_cluster, on_progress)
     model = KnownModel(question.facts, policy.path, roles)
     plan = _resolve_plan(request, config, machine, data, model)
