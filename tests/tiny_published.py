@@ -53,6 +53,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**TOWER, "head_dim": 16, "num_key_value_heads": 2},
         "audio_config": None,
     },
+    "kimi_k25": {
+        "text_config": {
+            **{key: value for key, value in TEXT.items() if key != "head_dim"},
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "tie_word_embeddings": False,
+        },
+        "vision_config": {**TOWER, "merge_kernel_size": [2, 2]},
+        "tie_word_embeddings": False,
+    },
     # No class of transformers has its language model alone.
     "glm4v": {
         "text_config": {**TEXT, "rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 1, 1]}},

@@ -62,6 +62,7 @@ MEMBERS = {
         "_no_split_modules",
         "_supports_attention_backend",
         "_supports_sdpa",
+        "_tied_weights_keys",
         "_tp_plan",
     ),
 }
