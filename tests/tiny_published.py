@@ -74,6 +74,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**TOWER, "merge_kernel_size": [2, 2]},
         "tie_word_embeddings": False,
     },
+    "mllama": {
+        "text_config": {
+            **TEXT,
+            "cross_attention_layers": [1],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "vision_config": {
+            **TOWER,
+            "num_global_layers": 1,
+            "attention_heads": 2,
+            "num_hidden_layers": 2,
+            "vision_output_dim": 64,
+            "intermediate_layers_indices": [1],
+            "max_num_tiles": 1,
+            "supported_aspect_ratios": [[1, 1]],
+        },
+    },
     # No class of transformers has its language model alone.
     "glm4v": {
         "text_config": {**TEXT, "rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 1, 1]}},

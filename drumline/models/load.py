@@ -45,6 +45,7 @@ from drumline.models.classes import (
     bidirectional_error,
     is_encoder,
     is_encoder_decoder,
+    is_text_alone,
     is_vision_language,
     require_text_trunk,
     values_by_layer,
@@ -114,7 +115,7 @@ def load_grown(path: str | None, model: ModelConfig) -> tuple[Any, Growth | None
 def stored_config(path: str | None, model: ModelConfig) -> Any:
     """Return the config of `load_config` with the size of the vocabulary that the files have."""
     whole = whole_config(path, model)
-    text_config = text_config_of(whole)
+    text_config = text_config_of(whole, model.config.get("model_type"))
     if path is None:
         return text_config or whole
     values = dict(model.config)
@@ -144,7 +145,7 @@ def config_around_text(path: str, model: ModelConfig) -> Any | None:
     None if the files are of the model that `load_config` describes.
     """
     whole = whole_config(path, model)
-    if text_config_of(whole) is None:
+    if text_config_of(whole, model.config.get("model_type")) is None:
         return None
     return whole
 
@@ -380,7 +381,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         position_of_first = first_position(model)
     has_tower = head in SEEING and is_vision_language(config)
     flops_per_image_token = 0.0
-    if has_tower:
+    if has_tower and not is_text_alone(config):
         flops_per_image_token = tower_flops(model)
     experts = _experts_of(text_config)
     products = _product_flops(model, experts, has_tower)

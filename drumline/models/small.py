@@ -22,6 +22,7 @@ from drumline.models.blocks import blocks
 from drumline.models.classes import (
     is_encoder_decoder,
     is_seq2seq,
+    is_text_alone,
     is_vision_language,
     values_by_layer,
 )
@@ -97,10 +98,10 @@ def pack_of_two(ids_BT: torch.Tensor) -> TrialTokens:
 def trial_tokens(model: Any, ids_BT: torch.Tensor) -> TrialTokens:
     """Return a batch for trials that runs all of a model.
 
-    For a vision-language model each row has a small image behind its first token.
-    `ids_BT`: the tokens, int64[B, T].
+    For a vision-language model each row has a small image behind its first token, unless its images
+    are not read here. `ids_BT`: the tokens, int64[B, T].
     """
-    if not is_vision_language(model.config):
+    if not is_vision_language(model.config) or is_text_alone(model.config):
         return TrialTokens(ids_BT)
     with_images_BT, images = trial_images(model.config, ids_BT)
     return TrialTokens(with_images_BT, images=images)

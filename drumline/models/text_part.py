@@ -1,9 +1,9 @@
 """The language model within a vision-language model whose images are not read here.
 
-`image_tokens.FAMILIES` are the types whose images are read. Of any other type that transformers has a
-language model for, the language model alone is trained. Its weights lie in the published files under
-other names, such as `model.language_model.layers.0…` for `model.layers.0…`. An export has the language
-model alone.
+`classes.SEEING_TYPES` are the types whose images are read. Of any other type that transformers has a
+language model for, the language model alone is trained; of a seeing type, if `model.config` asks
+for it. Its weights lie in the published files under other names, such as
+`model.language_model.layers.0…` for `model.layers.0…`. An export has the language model alone.
 """
 
 from __future__ import annotations
@@ -15,25 +15,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.models.classes import is_encoder_decoder, is_vision_language
-from drumline.models.image_tokens import FAMILIES
+from drumline.models.classes import SEEING_TYPES, is_encoder_decoder, is_vision_language
 
 # Keys that published configs have for the whole model alone, and a language model needs as well.
 SHARED_KEYS = ("dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def text_config_of(config: Any) -> Any | None:
+def text_config_of(config: Any, model_type: str | None = None) -> Any | None:
     """Return the config of the language model that is trained of a vision-language model.
 
     It is a copy. None for any other model, for one whose images are read here, and for one whose
     language model transformers has no class for.
+
+    `model_type`: the type that is asked for. If it is that of the language model, such as
+    qwen3_5_text, the images are not read, though they could be.
     """
     from drumline.vendor.transformers import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if not is_vision_language(config) or config.model_type in FAMILIES:
+    if not is_vision_language(config):
         return None
     within = config.get_text_config()
     if within is config or is_encoder_decoder(within):
+        return None
+    if config.model_type in SEEING_TYPES and within.model_type != model_type:
         return None
     if within.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None

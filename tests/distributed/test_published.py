@@ -3,6 +3,7 @@ leaves a folder that transformers reads."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from drumline.bench.verify import difference
 from drumline.checkpoint.manifest import folder_name
 from drumline.config.model import ModelConfig
 from drumline.data.cache import TokenCache
@@ -35,8 +37,17 @@ from tests.tiny_vision import tiny_family_dir
 SEEN = ("qwen3_5", "qwen3_5_moe")
 # Only their language model is.
 TEXT_PARTS = ("llama4", "mistral3", "gemma4")
+# Their language model has no class of its own: the tower stays, and is frozen.
+WHOLE = ("glm4v",)
+KINDS = (*SEEN, *TEXT_PARTS, *WHOLE)
 IDS_BT = torch.arange(24)[None] * 7 % 300
-NOTE = "the language model within {} is trained, on text; images are not read"
+
+
+def note(kind: str) -> str:
+    """Return what the start says of a kind of model whose images are not read."""
+    if kind in WHOLE:
+        return f"{kind} is trained on text; images are not read, and its tower stays frozen"
+    return f"the language model within {kind} is trained, on text; images are not read"
 
 
 def model_dir(folder: Path, kind: str) -> Path:
@@ -67,13 +78,13 @@ class Trained(NamedTuple):
         return self.folder / "run"
 
 
-@pytest.fixture(scope="module", params=[*SEEN, *TEXT_PARTS])
+@pytest.fixture(scope="module", params=KINDS)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp(request.param)
     return Trained(request.param, folder, run_drumline("train", config(folder, request.param)))
 
 
-@pytest.fixture(scope="module", params=[*SEEN, *TEXT_PARTS])
+@pytest.fixture(scope="module", params=KINDS)
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp(f"lora-{request.param}")
     path = config(
@@ -101,7 +112,7 @@ def published(trained: Trained) -> Any:
 def exported(trained: Trained) -> Any:
     """Return the model that transformers reads from the export."""
     loader: Any = AutoModelForCausalLM
-    if trained.kind in SEEN:
+    if trained.kind in (*SEEN, *WHOLE):
         loader = AutoModelForImageTextToText
     return loader.from_pretrained(trained.run / "export", dtype=torch.float32).eval()
 
@@ -128,9 +139,9 @@ def test_the_first_loss_is_that_of_transformers_own_model(whole: Trained) -> Non
 
 
 def test_the_start_says_what_is_trained(whole: Trained) -> None:
-    line = NOTE.format(whole.kind)
+    said = whole.finished.out + whole.finished.err
 
-    assert (line in whole.finished.out + whole.finished.err) == (whole.kind in TEXT_PARTS)
+    assert (note(whole.kind) in said) == (whole.kind not in SEEN)
 
 
 def test_transformers_reads_the_export(whole: Trained) -> None:
@@ -139,8 +150,9 @@ def test_transformers_reads_the_export(whole: Trained) -> None:
     with safe_open(whole.run / "export" / "model.safetensors", "pt") as file:
         names = set(file.keys())
 
-    assert ("vision_config" in config) == (whole.kind in SEEN)
-    assert any("vision" in name or "visual" in name for name in names) == (whole.kind in SEEN)
+    has_tower = whole.kind not in TEXT_PARTS
+    assert ("vision_config" in config) == has_tower
+    assert any("vision" in name or "visual" in name for name in names) == has_tower
     assert not torch.equal(logits(model), logits(published(whole)))
 
     (event,) = events(whole.run, "export")
@@ -158,6 +170,38 @@ def test_a_resumed_run_is_the_whole_one(whole: Trained, tmp_path: Path) -> None:
     same_weights(tmp_path / "run", whole.run, 0)
 
 
+@pytest.mark.parametrize(("kind", "strategy"), [("mistral3", "fsdp2"), ("glm4v", "ddp")])
+def test_two_ranks_learn_the_same(tmp_path: Path, kind: str, strategy: str) -> None:
+    path = config(tmp_path, kind, run={"steps": 2}, checkpoint={"export": "none"})
+    run_drumline("train", path)
+    two = (f"run.dir={tmp_path / 'two'}", f"strategy={strategy}", "--nproc", 2)
+    run_drumline("train", path, *two)
+
+    assert difference(tmp_path / "two", tmp_path / "run").largest <= 1e-5
+
+
+def test_the_language_model_of_a_model_that_reads_images(tmp_path: Path) -> None:
+    """If its type is asked for: then all works that works for models of text."""
+    asked = {"model_type": "qwen3_5_text"}
+    path = config(tmp_path, "qwen3_5", algorithm={"kind": "pretrain"}, run={"steps": 2})
+    model = {"id": str(tmp_path / "model"), "config": asked}
+    said = run_drumline("train", path, f"model={json.dumps(model)}")
+    trained = Trained("qwen3_5_text", tmp_path, said)
+
+    assert note("qwen3_5") in said.out + said.err
+    assert type(exported(trained)).__name__ == "Qwen3_5ForCausalLM"
+    assert "vision_config" not in read_json(tmp_path / "run" / "export" / "config.json")
+
+
+def test_a_model_of_which_text_trains_a_part_alone(tmp_path: Path) -> None:
+    """Layers of Llama 3.2 Vision read images and nothing else."""
+    refused = drumline("train", config(tmp_path, "mllama"))
+
+    assert refused.code != 0
+    (line,) = refused.error_lines
+    assert "vision-language models of type mllama are not known here" in line
+
+
 def test_peft_lays_the_adapter_over_the_class_that_was_trained(
     adapted: Trained, tmp_path: Path
 ) -> None:
@@ -169,7 +213,7 @@ def test_peft_lays_the_adapter_over_the_class_that_was_trained(
 
     run_drumline("export", adapted.run, "--to", tmp_path / "merged")
     loader: Any = AutoModelForCausalLM
-    if adapted.kind in SEEN:
+    if adapted.kind not in TEXT_PARTS:
         loader = AutoModelForImageTextToText
     merged = loader.from_pretrained(tmp_path / "merged", dtype=torch.float32)
 
@@ -177,15 +221,15 @@ def test_peft_lays_the_adapter_over_the_class_that_was_trained(
     assert not torch.equal(logits(merged), logits(published(adapted)))
 
 
-@pytest.mark.parametrize("kind", [*SEEN, *TEXT_PARTS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_planner_agrees(tmp_path: Path, kind: str) -> None:
     path = config(tmp_path, kind)
     planned = run_drumline("plan", path)
 
-    assert (NOTE.format(kind) in planned.out + planned.err) == (kind in TEXT_PARTS)
+    assert (note(kind) in planned.out + planned.err) == (kind not in SEEN)
 
 
-@pytest.mark.parametrize("kind", TEXT_PARTS)
+@pytest.mark.parametrize("kind", (*TEXT_PARTS, *WHOLE))
 def test_rows_with_images_are_refused_in_one_line(tmp_path: Path, kind: str) -> None:
     path = config(tmp_path, kind)
     write_rows(tmp_path / "train.jsonl", vision_rows(tmp_path, 4))
