@@ -13,8 +13,10 @@ from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.inference.model import _read_pretrained
 from drumline.models.build import ModelHead, build_model, lay_out
+from drumline.models.classes import SEEING_TYPES
 from drumline.models.image_tokens import FAMILIES
 from drumline.models.load import load_config
+from drumline.models.shapes import KNOWN, with_config
 from drumline.models.shards import FromFiles, NothingToFill
 from drumline.models.text_part import TextNames, text_config_of, whole_without_memory
 from tests.tiny_published import CONFIGS, tiny_published_dir
@@ -130,10 +132,25 @@ def test_models_that_have_no_such_part() -> None:
     for kind in ("qwen3_vl", "gemma3", "llama", "resnet"):
         assert text_config_of(AutoConfig.for_model(kind)) is None
 
-    assert FAMILIES.keys().isdisjoint(KINDS)
+    assert FAMILIES.keys() == SEEING_TYPES
+    assert SEEING_TYPES.isdisjoint(KINDS)
     # Of a decoder that reads an encoder no language model is left.
     assert text_config_of(AutoConfig.for_model("florence2")) is None
     assert text_config_of(AutoConfig.for_model("glm4v")) is None
+
+
+def test_the_type_of_the_language_model_asks_for_it() -> None:
+    config = AutoConfig.for_model("qwen3_5")
+
+    assert text_config_of(config, "qwen3_5") is None
+    assert text_config_of(config, "qwen3_5_text").model_type == "qwen3_5_text"
+
+    asked = ModelConfig(id="Qwen/Qwen3.5-9B", config={"model_type": "qwen3_5_text"})
+    known = load_config(None, with_config(KNOWN["qwen3.5-9b"], asked))
+
+    assert known.num_hidden_layers == 32
+    assert getattr(known, "vision_config", None) is None
+    assert asked.as_published
 
 
 def test_names_in_and_out_of_the_language_model() -> None:
