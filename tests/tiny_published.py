@@ -91,6 +91,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "supported_aspect_ratios": [[1, 1]],
         },
     },
+    # The class of its language model alone scales its logits.
+    "cohere2_vision": {
+        "text_config": {**TEXT, "model_type": "cohere2", "logit_scale": 0.25},
+        "vision_config": {**TOWER, "model_type": "siglip_vision_model"},
+    },
     # No class of transformers has its language model alone.
     "glm4v": {
         "text_config": {**TEXT, "rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 1, 1]}},

@@ -139,7 +139,7 @@ def whole_config(path: str | None, model: ModelConfig) -> Any:
     return _config_of_files(path, model)
 
 
-def config_around_text(path: str, model: ModelConfig) -> Any | None:
+def config_around_text(path: str | None, model: ModelConfig) -> Any | None:
     """Return the config of the vision-language model of which files have the language model.
 
     None if the files are of the model that `load_config` describes.

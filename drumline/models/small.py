@@ -186,6 +186,14 @@ def small_copy(model: Any, device: str, least: int = 1) -> Any:
     return built.eval().to(device)
 
 
+def narrow_config_around(config: Any, text: Any) -> Any:
+    """Return a small copy of a vision-language model's config.
+
+    `text`: the language model within it, whose kinds of layers all stay.
+    """
+    return _cut_config(config, _layers_of_every_kind(text, least=1), narrow=True)
+
+
 def config_with_few_layers(model: Any) -> Any:
     """Return a copy of a model's config with just enough layers to have every kind of layer."""
     layers = _layers_of_every_kind(model, least=1)

@@ -19,13 +19,16 @@ from drumline.models.classes import SEEING_TYPES, is_encoder_decoder, is_vision_
 
 # Keys that published configs have for the whole model alone, and a language model needs as well.
 SHARED_KEYS = ("dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
+# Types whose class does not scale its logits, where the class of their language model does
+# (`text_alone.require_same_language_model`).
+UNSCALED = ("aya_vision", "cohere2_vision")
 
 
 def text_config_of(config: Any, model_type: str | None = None) -> Any | None:
     """Return the config of the language model that is trained of a vision-language model.
 
     It is a copy. None for any other model, for one whose images are read here, and for one whose
-    language model transformers has no class for.
+    language model transformers has no class for, or one that computes something else.
 
     `model_type`: the type that is asked for. If it is that of the language model, such as
     qwen3_5_text, the images are not read, though they could be.
@@ -35,7 +38,7 @@ def text_config_of(config: Any, model_type: str | None = None) -> Any | None:
     if not is_vision_language(config):
         return None
     within = config.get_text_config()
-    if within is config or is_encoder_decoder(within):
+    if within is config or is_encoder_decoder(within) or config.model_type in UNSCALED:
         return None
     if config.model_type in SEEING_TYPES and within.model_type != model_type:
         return None

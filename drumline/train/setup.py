@@ -56,7 +56,7 @@ from drumline.models.head import require_next_token
 from drumline.models.own import find_builder, own_build
 from drumline.models.recurrent import describe_layers, separated_layers
 from drumline.models.recurrent_trial import separate_recurrent_layers
-from drumline.models.text_alone import require_text_alone
+from drumline.models.text_alone import require_same_language_model, require_text_alone
 from drumline.models.tokenizer import load_tokenizer
 from drumline.models.vision import vision_of
 from drumline.plan.explain import default_run_dir, size
@@ -425,6 +425,9 @@ def _require_model_runs(plan: Plan, path: str | None, config: ModelConfig, head:
     model = _build_on_meta(plan, path, config, head)
     if head in WRITING:
         require_text_alone(model)
+        config_of_whole = models.config_around_text(path, config)
+        if config_of_whole is not None:
+            require_same_language_model(config_of_whole, model)
         use_document_attention(model, plan, on_host=True)
         if plan.config.packs:
             separate_recurrent_layers(model, "cpu")

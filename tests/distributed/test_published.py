@@ -38,7 +38,7 @@ SEEN = ("qwen3_5", "qwen3_5_moe")
 # Only their language model is.
 TEXT_PARTS = ("llama4", "mistral3", "gemma4")
 # Their language model has no class of its own: the tower stays, and is frozen.
-WHOLE = ("glm4v",)
+WHOLE = ("glm4v", "cohere2_vision")
 KINDS = (*SEEN, *TEXT_PARTS, *WHOLE)
 IDS_BT = torch.arange(24)[None] * 7 % 300
 

@@ -15,9 +15,10 @@ from drumline.inference.model import _read_pretrained
 from drumline.models.build import ModelHead, build_model, lay_out
 from drumline.models.classes import SEEING_TYPES
 from drumline.models.image_tokens import FAMILIES
-from drumline.models.load import load_config
+from drumline.models.load import build_without_memory, config_around_text, load_config
 from drumline.models.shapes import KNOWN, with_config
 from drumline.models.shards import FromFiles, NothingToFill
+from drumline.models.text_alone import require_same_language_model
 from drumline.models.text_part import TextNames, text_config_of, whole_without_memory
 from tests.tiny_published import CONFIGS, tiny_published_dir
 
@@ -166,3 +167,21 @@ def test_names_in_and_out_of_the_language_model() -> None:
     assert names.name("model.language_model.norm.weight") == "model.norm.weight"
     assert names.name("lm_head.weight") == "lm_head.weight"
     assert names.name("model.vision_tower.patch_embedder.input_proj.weight") is None
+
+
+@pytest.mark.parametrize(("scaled", "kind"), [(False, "mistral3"), (True, "cohere2_vision")])
+def test_a_class_that_computes_something_else_is_refused(
+    monkeypatch: pytest.MonkeyPatch, scaled: bool, kind: str
+) -> None:
+    monkeypatch.setattr("drumline.models.text_part.UNSCALED", ())
+    values = CONFIGS[kind]
+    text = {**values["text_config"], "vocab_size": 320}
+    source = ModelConfig(id=None, config={"model_type": kind, **values, "text_config": text})
+    whole = config_around_text(None, source)
+    model = build_without_memory(load_config(None, source))
+
+    if not scaled:
+        require_same_language_model(whole, model)
+        return
+    with pytest.raises(ModelError, match="computes other logits than the whole model"):
+        require_same_language_model(whole, model)
