@@ -39,8 +39,19 @@ SEEN = ("qwen3_5", "qwen3_5_moe")
 TEXT_PARTS = ("llama4", "mistral3", "gemma4")
 # Their language model has no class of its own: the tower stays, and is frozen.
 WHOLE = ("glm4v", "cohere2_vision")
-KINDS = (*SEEN, *TEXT_PARTS, *WHOLE)
+# The rest runs with --full: each way to train has a kind that stays.
+STAY = ("qwen3_5", "llama4", "mistral3", "gemma4", "glm4v")
+ADAPTED_STAY = ("qwen3_5", "mistral3")
 IDS_BT = torch.arange(24)[None] * 7 % 300
+
+
+def kinds(stay: tuple[str, ...]) -> list[Any]:
+    """Return all kinds, of which those that are not in `stay` run with --full."""
+    found = []
+    for kind in (*SEEN, *TEXT_PARTS, *WHOLE):
+        marks = [] if kind in stay else [pytest.mark.full]
+        found.append(pytest.param(kind, marks=marks))
+    return found
 
 
 def note(kind: str) -> str:
@@ -78,13 +89,13 @@ class Trained(NamedTuple):
         return self.folder / "run"
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=kinds(STAY))
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp(request.param)
     return Trained(request.param, folder, run_drumline("train", config(folder, request.param)))
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=kinds(ADAPTED_STAY))
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp(f"lora-{request.param}")
     path = config(
@@ -230,7 +241,7 @@ def test_peft_lays_the_adapter_over_the_class_that_was_trained(
     assert not torch.equal(logits(merged), logits(published(adapted)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", kinds(STAY))
 def test_the_planner_agrees(tmp_path: Path, kind: str) -> None:
     path = config(tmp_path, kind)
     planned = run_drumline("plan", path)
