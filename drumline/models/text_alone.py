@@ -41,7 +41,7 @@ def require_same_language_model(config: Any, text: Any) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     small_config = narrow_config_around(config, text)
-    text_config = text_config_of(small_config, text.config.model_type)
+    text_config: Any = text_config_of(small_config, text.config.model_type)
     try:
         with use_seed(0):
             whole: Any = AutoModelForImageTextToText.from_config(small_config).float().eval()
