@@ -281,9 +281,11 @@ class ModelConfig(Section):
     def as_published(self) -> bool:
         """Return whether training starts from exactly the weights that `id` names.
 
-        Then others can load them, too.
+        Then others can load them, too. A type alone changes none: it may ask for the language model
+        within a vision-language model.
         """
-        return self.id is not None and self.init == "pretrained" and not self.config
+        changes_weights = self.config.keys() - {"model_type"}
+        return self.id is not None and self.init == "pretrained" and not changes_weights
 
 
 def _expand_id(value: Any) -> Any:

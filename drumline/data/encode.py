@@ -30,6 +30,7 @@ from drumline.data.targets import EncodedSample, Encoder, TokenSegment, Truncati
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import ConfigError, DataError
 from drumline.foreign import expand_home, finite_number
+from drumline.models.classes import SEEING_TYPES
 
 DIGEST_DIGITS = 16  # hex digits of sha256 over a prompt
 MOST_DIGITS = 600  # digits of a class that is a number; Python parses at least 640
@@ -88,7 +89,10 @@ def refuse_images(row: Row) -> None:
     """Raise DataError for a row with images or videos, where a model reads text alone."""
     if holds_images(row):
         what = "this row holds images, and text alone is read here"
-        fix = "name a vision-language model, or read none of a column with `columns: {images: ''}`"
+        fix = (
+            f"name a model whose images are read ({', '.join(sorted(SEEING_TYPES))}), or train on"
+            " the text: read none of a column with `columns: {images: ''}`"
+        )
         raise DataError(what, where=row.origin, fix=fix)
     if has_marked_videos(row):
         what = f"this row has videos at {VIDEO_MARK}, and text alone is read here"

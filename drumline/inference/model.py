@@ -30,10 +30,10 @@ from drumline.errors import DataError, ModelError, UserError
 from drumline.foreign import expand_home, read_object, require_package, translate_exceptions
 from drumline.models.adapters import CONFIG as ADAPTER
 from drumline.models.adapters import load_adapters, merge_loaded
-from drumline.models.build import build_model
-from drumline.models.classes import auto_class, is_encoder_decoder
+from drumline.models.build import build_model, read_pretrained
+from drumline.models.classes import is_encoder_decoder
 from drumline.models.export import PROVENANCE, read_checkpoint, read_run
-from drumline.models.files import call_loader, hub_options, resolve, silence_transformers
+from drumline.models.files import hub_options, resolve, silence_transformers
 from drumline.models.load import load_config
 from drumline.models.own import read_module
 from drumline.models.tokenizer import load_tokenizer
@@ -354,13 +354,9 @@ def _read_pretrained(source: str, model: ModelConfig) -> Any:
     if is_encoder_decoder(config):
         raise encoder_error(source)
     options = {"dtype": torch.float32, "output_loading_info": True, **hub_options(source, model)}
-
-    def read() -> Any:
-        return auto_class(config).from_pretrained(source, **options)
-
-    module, report = call_loader(source, model, read)
+    module, lacking = read_pretrained(source, model, options)
     # transformers draws these at random.
-    missing = sorted(report["missing_keys"])
+    missing = sorted(lacking)
     if missing:
         what = f"has no weights for {missing[0]}"
         if len(missing) > 1:

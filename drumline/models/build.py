@@ -14,7 +14,12 @@ from drumline.dist.seeds import use_seed
 from drumline.errors import ModelError
 from drumline.models.classes import WRITING, auto_class, set_classes
 from drumline.models.files import call_loader, hub_options, silence_transformers
-from drumline.models.load import build_without_memory, load_grown
+from drumline.models.load import (
+    build_without_memory,
+    config_around_text,
+    load_config,
+    load_grown,
+)
 from drumline.models.scores import add_head, extra_heads, remove_pooler
 from drumline.models.shards import (
     DrawnWeights,
@@ -26,6 +31,7 @@ from drumline.models.shards import (
     names_of_tensors,
     tied_weights_differ,
 )
+from drumline.models.text_part import TextNames, take_text_part, whole_without_memory
 from drumline.models.vocabulary import Growth, grow_whole, set_rows
 
 logger = logging.getLogger(__name__)
@@ -96,7 +102,11 @@ def lay_out(
         if pretrained is None:
             return built, DrawnWeights(built, seed, draw_device or device)
         heads = extra_heads(built)
-        files = find_weights_in_files(pretrained, model, built, heads, growth)
+        whole = None
+        config_of_whole = config_around_text(pretrained, model)
+        if config_of_whole is not None:
+            whole = whole_without_memory(config_of_whole)
+        files = find_weights_in_files(pretrained, model, built, heads, growth, whole)
         # Heads that the files lack, such as the score of a reward model made of a causal LM.
         lacking = heads - files.places.keys()
         if not head.may_be_drawn:
@@ -218,16 +228,16 @@ def _read_whole_model(
         # The files may have a head of other classes, which is drawn anew.
         reading["ignore_mismatched_sizes"] = True
 
-    def read() -> Any:
-        return cast(Any, auto_class(config, head.kind).from_pretrained(path, **reading))
-
-    built, report = call_loader(path, model, read)
+    config_of_whole = config_around_text(path, model)
+    if config_of_whole is not None:
+        reading["config"] = _request_unpacking(config_of_whole, model)
+        text = build_without_memory(stored, head.kind, path, model, **options)
+        built, lacking = _read_text_part(path, model, reading, text)
+    else:
+        loader = auto_class(config, head.kind)
+        built, lacking = _read_all(path, model, reading, loader)
     if growth is not None and growth.changes_rows:
         grow_whole(built, growth)
-    # transformers has drawn the missing and the mismatched weights, and only warns of it.
-    lacking = set(report["missing_keys"])
-    for name, *_ in report["mismatched_keys"]:
-        lacking.add(name)
     heads = extra_heads(built)
     if not head.may_be_drawn:
         _require_heads(heads & lacking, path)
@@ -239,6 +249,59 @@ def _read_whole_model(
         raise _missing_error(missing, path, model)
     _match_layout(built, build_without_memory(config, head.kind, path, model, **options), path)
     return built
+
+
+def _read_all(
+    path: str, model: ModelConfig, reading: dict[str, Any], loader: Any
+) -> tuple[Any, set[str]]:
+    """Return a model that an Auto class of transformers reads, and the weights that it has drawn.
+
+    These are the missing and the mismatched ones, of which transformers only warns. `reading`: the
+    arguments of `from_pretrained`.
+    """
+
+    def read() -> Any:
+        return cast(Any, loader.from_pretrained(path, **reading))
+
+    built, report = call_loader(path, model, read)
+    lacking = set(report["missing_keys"])
+    for name, *_ in report["mismatched_keys"]:
+        lacking.add(name)
+    return built, lacking
+
+
+def _read_text_part(
+    path: str, model: ModelConfig, reading: dict[str, Any], text: Any
+) -> tuple[Any, set[str]]:
+    """Return the language model within the vision-language model of some files.
+
+    `text`: the language model on the meta device, which gets its weights. Returns it, and the names
+    of its weights that the files lack.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    whole, lacking_in_whole = _read_all(path, model, reading, AutoModelForImageTextToText)
+    names = TextNames(whole, text)
+    lacking = take_text_part(whole, text)
+    for name in lacking_in_whole:
+        own_name = names.name(name)
+        if own_name is not None:
+            lacking.add(own_name)
+    return text, lacking
+
+
+def read_pretrained(path: str, model: ModelConfig, reading: dict[str, Any]) -> tuple[Any, set[str]]:
+    """Return a language model of a folder or hub id, and the names of weights that its files lack.
+
+    `reading`: the arguments of `from_pretrained`. Of a vision-language model whose images are not
+    read here it is the language model within it.
+    """
+    config = load_config(path, model)
+    config_of_whole = config_around_text(path, model)
+    if config_of_whole is None:
+        return _read_all(path, model, reading, auto_class(config))
+    text = build_without_memory(config, "lm", path, model, dtype=reading["dtype"])
+    return _read_text_part(path, model, {**reading, "config": config_of_whole}, text)
 
 
 def _missing_error(missing: set[str], path: str, model: ModelConfig) -> ModelError:

@@ -66,6 +66,22 @@ ENCODER_DECODERS = frozenset(
         "umt5",
     }
 )
+# Types of vision-language models whose images are read; `image_tokens.FAMILIES` says how.
+SEEING_TYPES = frozenset(
+    {
+        "gemma3",
+        "idefics3",
+        "internvl",
+        "llava_onevision",
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "smolvlm",
+    }
+)
 
 
 def auto_class(config: Any, head: Head = "lm") -> Any:
@@ -90,6 +106,11 @@ def is_vision_language(config: Any) -> bool:
     if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return False
     return getattr(config, "vision_config", None) is not None
+
+
+def is_text_alone(config: Any) -> bool:
+    """Return whether a vision-language model's images are not read here."""
+    return is_vision_language(config) and config.model_type not in SEEING_TYPES
 
 
 def is_encoder_decoder(config: Any) -> bool:

@@ -422,7 +422,11 @@ def _save_tokenizer_or_processor(plan: Plan, model: ModelConfig, module: Any, fo
     processor_folder = tokenizer_folder(path or model.tokenizer or "")
     if not processor_folder:
         return
-    for name in PROCESSOR_FILES:
+    names: tuple[str, ...] = PROCESSOR_FILES
+    if getattr(config, "vision_config", None) is None:
+        # The language model within a vision-language model takes no pixels.
+        names = ("chat_template.json",)
+    for name in names:
         file = find_file(
             processor_folder, name, model, _raise_exceptions_for_connection_errors=False
         )

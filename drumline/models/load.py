@@ -45,6 +45,7 @@ from drumline.models.classes import (
     bidirectional_error,
     is_encoder,
     is_encoder_decoder,
+    is_text_alone,
     is_vision_language,
     require_text_trunk,
     values_by_layer,
@@ -57,6 +58,7 @@ from drumline.models.router_load import has_router_bias
 from drumline.models.scores import add_head, first_position, is_bidirectional, score_head
 from drumline.models.seq2seq import encoder_decoder_facts
 from drumline.models.shapes import check_length, full_config
+from drumline.models.text_part import text_config_of
 from drumline.models.vocabulary import Growth, growth_of, set_rows
 from drumline.plan.facts import ModelFacts
 
@@ -112,11 +114,40 @@ def load_grown(path: str | None, model: ModelConfig) -> tuple[Any, Growth | None
 
 def stored_config(path: str | None, model: ModelConfig) -> Any:
     """Return the config of `load_config` with the size of the vocabulary that the files have."""
+    whole = whole_config(path, model)
+    text_config = text_config_of(whole, model.config.get("model_type"))
+    if path is None:
+        return text_config or whole
+    values = dict(model.config)
+    if text_config is None:
+        return _set_values(whole, values)
+    if values.get("model_type") == whole.model_type:
+        del values["model_type"]
+    return _set_values(text_config, values)
+
+
+def whole_config(path: str | None, model: ModelConfig) -> Any:
+    """Return the Hugging Face config that the files have, or that the values of `model.config` make.
+
+    Unlike `load_config` it is that of the whole model, also if only a part is trained
+    (`models.text_part`), and without the values that override those of files.
+    """
     check_counts(model.config, "model.config")
     if path is None:
         return _config_of_values(model)
     check_folder(Path(path))
-    return _set_values(_config_of_files(path, model), model.config)
+    return _config_of_files(path, model)
+
+
+def config_around_text(path: str | None, model: ModelConfig) -> Any | None:
+    """Return the config of the vision-language model of which files have the language model.
+
+    None if the files are of the model that `load_config` describes.
+    """
+    whole = whole_config(path, model)
+    if text_config_of(whole, model.config.get("model_type")) is None:
+        return None
+    return whole
 
 
 def _config_of_files(path: str, model: ModelConfig) -> Any:
@@ -350,7 +381,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         position_of_first = first_position(model)
     has_tower = head in SEEING and is_vision_language(config)
     flops_per_image_token = 0.0
-    if has_tower:
+    if has_tower and not is_text_alone(config):
         flops_per_image_token = tower_flops(model)
     experts = _experts_of(text_config)
     products = _product_flops(model, experts, has_tower)

@@ -13,6 +13,7 @@ from torch import nn
 
 from drumline.errors import ModelError
 from drumline.models.blocks import vision_tower
+from drumline.models.classes import is_text_alone
 
 PARTS = ("vision", "projector", "language")
 # transformers' names of a projector beside the tower: modules, and a parameter of LLaVA-OneVision.
@@ -67,10 +68,12 @@ def unread_names(model: Any) -> list[str]:
     """Return the names of a tower's modules whose output the rest of the model does not read.
 
     LLaVA takes the features of an image behind a block of the tower (`vision_feature_layer`, as a
-    place among the hidden states). What follows gets no gradients, for which DDP would wait. Empty
-    for all other models.
+    place among the hidden states). What follows gets no gradients, for which DDP would wait. Nor does
+    what is beside the language model, if images are not read at all. Empty for all other models.
     """
     config = getattr(model, "config", None)
+    if config is not None and is_text_alone(config):
+        return names_beside_text(model)
     layers = getattr(config, "vision_feature_layer", None)
     if layers is None:
         return []
@@ -91,6 +94,35 @@ def unread_names(model: Any) -> list[str]:
     for index in range(last_read, count):
         unread.append(f"{tower_name}.encoder.layers.{index}")
     return unread
+
+
+def names_beside_text(model: Any) -> list[str]:
+    """Return the names of the modules that a vision-language model has beside its language model."""
+    of_text = {
+        module
+        for module in (
+            model.get_decoder(),
+            model.get_input_embeddings(),
+            model.get_output_embeddings(),
+        )
+        if module is not None
+    }
+    found: list[str] = []
+    _add_modules_beside(model, "", of_text, found)
+    return found
+
+
+def _add_modules_beside(
+    module: nn.Module, prefix: str, kept: set[nn.Module], found: list[str]
+) -> None:
+    """Add the names of the outermost modules within `module` that have none of `kept` in them."""
+    for name, child in module.named_children():
+        if child in kept:
+            continue
+        if kept.isdisjoint(child.modules()):
+            found.append(f"{prefix}{name}")
+        else:
+            _add_modules_beside(child, f"{prefix}{name}.", kept, found)
 
 
 def _is_below(name: str, outer_names: list[str]) -> bool:

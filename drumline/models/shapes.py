@@ -660,8 +660,16 @@ def full_config(shape: ModelShape) -> dict[str, Any]:
 
 
 def with_config(known: Known, model: ModelConfig) -> ModelConfig:
-    """Return the model's options with the config values of a known model instead of its id."""
-    config = {**known.values, **model.config}
+    """Return the model's options with the config values of a known model instead of its id.
+
+    If they name the type of its language model, they are those of the language model.
+    """
+    values = known.values
+    text = values.get("text_config", {})
+    model_type = model.config.get("model_type")
+    if model_type is not None and model_type == text.get("model_type"):
+        values = text
+    config = {**values, **model.config}
     return model.model_copy(update={"id": None, "revision": None, "config": config})
 
 

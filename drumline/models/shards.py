@@ -33,6 +33,7 @@ from drumline.models import adapters
 from drumline.models.blocks import find_base_layer
 from drumline.models.files import find_file
 from drumline.models.packed import PackedTensor
+from drumline.models.text_part import TextNames
 from drumline.models.vocabulary import GrownRows, Growth, vocabulary_parameter_ids
 from drumline.vendor.torch import compute_local_shape_and_global_offset
 
@@ -318,17 +319,24 @@ def find_weights_in_files(
     model: Any,
     fresh: frozenset[str] = frozenset(),
     growth: Growth | None = None,
+    whole: Any = None,
 ) -> FromFiles:
     """Return the source of a model's weights in the safetensors files of a folder or hub id.
 
     `model`: whole, on the meta device. `source`: the options of the model. `fresh`: names of
     tensors that may be missing or have another shape in the files; then they are left out.
     `growth`: how the rows of the model's embedding and head differ from those in the files.
+    `whole`: the vision-language model that the files are of, on the meta device, if `model` is the
+    language model within it.
 
     Raises NeedsFullModel if the files' names and shapes do not match those of the model one to one.
     Raises ModelError if the files have different values for weights that the config ties.
     """
-    stored = _rename_tensors(model, _list_stored_tensors(path, source))
+    names_of_text = None
+    if whole is not None:
+        names_of_text = TextNames(whole, model)
+    listed = _list_stored_tensors(path, source)
+    stored = _rename_tensors(whole or model, listed, names_of_text)
     places: dict[str, Stored] = {}
     grown = set[str]()
     tensors_by_token = set[int]()
@@ -379,10 +387,13 @@ def names_of_tensors(model: Any) -> list[list[str]]:
     return list(by_tensor.values())
 
 
-def _rename_tensors(model: Any, stored: list[Stored]) -> dict[str, Stored]:
+def _rename_tensors(
+    model: Any, stored: list[Stored], names_of_text: TextNames | None
+) -> dict[str, Stored]:
     """Return name of a tensor in the model → the stored tensor.
 
-    Files may have old names, which tables of transformers rename. Raises NeedsFullModel if
+    Files may have old names, which tables of transformers rename. `names_of_text`: only the tensors
+    of the language model within `model` are returned, by their names in it. Raises NeedsFullModel if
     transformers would also join, cut or transpose stored tensors.
     """
     from drumline.vendor.transformers import WeightRenaming, get_model_conversion_mapping
@@ -400,11 +411,16 @@ def _rename_tensors(model: Any, stored: list[Stored]) -> dict[str, Stored]:
         # As in transformers, each renaming is applied to the result of the one before.
         for renaming in renamings:
             name, _ = renaming.rename_source_key(name)
+        own_name: str | None = name
+        if names_of_text is not None:
+            own_name = names_of_text.name(name)
+        if own_name is None:
+            continue
         for conversion in conversions:
             _, matched = conversion.rename_source_key(name)
             if matched:
                 raise NeedsFullModel(f"transformers converts {tensor.key} as it loads it")
-        by_name[name] = tensor
+        by_name[own_name] = tensor
     return by_name
 
 

@@ -22,6 +22,7 @@ from drumline.models.blocks import blocks
 from drumline.models.classes import (
     is_encoder_decoder,
     is_seq2seq,
+    is_text_alone,
     is_vision_language,
     values_by_layer,
 )
@@ -102,10 +103,10 @@ def pack_of_two(model: Any, ids_BT: torch.Tensor) -> TrialTokens:
 def trial_tokens(model: Any, ids_BT: torch.Tensor) -> TrialTokens:
     """Return a batch for trials that runs all of a model.
 
-    For a vision-language model each row has a small image behind its first token.
-    `ids_BT`: the tokens, int64[B, T].
+    For a vision-language model each row has a small image behind its first token, unless its images
+    are not read here. `ids_BT`: the tokens, int64[B, T].
     """
-    if not is_vision_language(model.config):
+    if not is_vision_language(model.config) or is_text_alone(model.config):
         return TrialTokens(ids_BT)
     with_images_BT, images = trial_images(model.config, ids_BT)
     return TrialTokens(with_images_BT, images=images)
@@ -188,6 +189,14 @@ def small_copy(model: Any, device: str, least: int = 1) -> Any:
             built = model_class(_cut_config(model.config, layers, narrow=False))
     separate_alike(model, built)
     return built.eval().to(device)
+
+
+def narrow_config_around(config: Any, text: Any) -> Any:
+    """Return a small copy of a vision-language model's config.
+
+    `text`: the language model within it, whose kinds of layers all stay.
+    """
+    return _cut_config(config, _layers_of_every_kind(text, least=1), narrow=True)
 
 
 def config_with_few_layers(model: Any) -> Any:

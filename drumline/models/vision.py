@@ -7,7 +7,7 @@ from typing import Any
 from drumline.config.config import Config
 from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
-from drumline.models.classes import SEEING, is_vision_language
+from drumline.models.classes import SEEING, is_text_alone, is_vision_language
 from drumline.models.files import find_file
 from drumline.models.image_tokens import Vision, family_of
 from drumline.models.pictures import load_image_processor, require_pillow
@@ -31,11 +31,13 @@ SIDE = 224
 def vision_of(config: Config, path: str | None, hf_config: Any) -> Vision | None:
     """Return the Vision of a run's model; None for a model of only text or only images.
 
-    `path`, `hf_config`: its folder or hub id, and transformers' config.
-    Raises ModelError for a vision-language model of an unknown type, and for a folder
-    without an image processor, and PlanError for packed rows of a family that cannot pack.
+    `path`, `hf_config`: its folder or hub id, and transformers' config. None also for a
+    vision-language model whose images are not read here.
+    Raises ModelError for a folder without an image processor, and PlanError for packed rows of a family that cannot pack.
     """
     if config.head not in SEEING or not is_vision_language(hf_config):
+        return None
+    if is_text_alone(hf_config):
         return None
     family = family_of(hf_config)
     require_pillow(f"model of type {hf_config.model_type}")

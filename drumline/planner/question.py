@@ -40,7 +40,7 @@ from drumline.planner.new_tokens import (
 )
 from drumline.planner.search.answer import Question
 from drumline.planner.seq2seq import may_have_encoder, resolve_seq2seq
-from drumline.planner.sizes import FoundModel, sizes_of
+from drumline.planner.sizes import FoundModel, sizes_of, text_notes
 from drumline.report.bars import OnProgress
 from drumline.system import mirror
 
@@ -262,6 +262,7 @@ def build_request(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
         needs_all_processes=_needs_all_processes(config, cluster),
         may_install=not cluster.is_this_machine,
     )
+    notes += text_notes(policy, config.head, question.facts)
     if not config.images_alone:
         shapes.check_length(question.facts.max_positions, config.data.max_length)
         require_room(config.algorithm.new_tokens, config.data.max_length)

@@ -122,6 +122,47 @@ def sizes_of(
     return with_length(sizes, counted_length, length)
 
 
+def text_notes(found: FoundModel, head: Head, sizes: ModelFacts) -> list[str]:
+    """Return in one line, for the user, that a vision-language model is trained on text alone.
+
+    That is its language model (`models.text_part`), or all of it but its tower
+    (`models.text_alone`). None for any other model. `sizes`: of `found` with the head `head`.
+    """
+    from drumline.models.classes import SEEING_TYPES
+
+    # Heads under which the sizes of a vision-language model say that it is one.
+    if head not in ("lm", "valued", "score") or found.model.trust_remote_code:
+        return []
+    values = _stored_values(found)
+    kind = values.get("model_type")
+    if not values.get("vision_config"):
+        return []
+    if not sizes.vision_language:
+        return [f"model: the language model within {kind} is trained, on text; images are not read"]
+    if kind not in SEEING_TYPES:
+        return [
+            f"model: {kind} is trained on text; images are not read, and its tower stays frozen"
+        ]
+    return []
+
+
+def _stored_values(found: FoundModel) -> dict[str, Any]:
+    """Return the values of a model's config.json, or of `model.config` if it has none.
+
+    Raises ModelError.
+    """
+    if found.path is None:
+        return dict(found.model.config)
+    file = Path(found.path) / "config.json"
+    if file.is_file():
+        return read_object(file, ModelError)
+    # It is on the hub.
+    from drumline.models.load import whole_config
+
+    values: dict[str, Any] = whole_config(found.path, found.model).to_dict()
+    return values
+
+
 def _key(found: FoundModel, head: Head, other_inputs: list[Any]) -> str | None:
     """Return the name under which the sizes of a model are kept; None if they are not kept.
 

@@ -56,6 +56,7 @@ from drumline.models.head import require_next_token
 from drumline.models.own import find_builder, own_build
 from drumline.models.recurrent import describe_layers, separated_layers
 from drumline.models.recurrent_trial import separate_recurrent_layers
+from drumline.models.text_alone import require_same_language_model, require_text_alone
 from drumline.models.tokenizer import load_tokenizer
 from drumline.models.vision import vision_of
 from drumline.plan.explain import default_run_dir, size
@@ -86,6 +87,7 @@ from drumline.planner.search.answer import Candidate, Question
 from drumline.planner.search.auto import choose, choose_compile
 from drumline.planner.search.budget import checkpointing_modes, fit_to_budget
 from drumline.planner.seq2seq import resolve_seq2seq
+from drumline.planner.sizes import text_notes
 from drumline.report.bars import COMPARING, OnProgress, notes, notify_if_slow
 from drumline.rl import environments, rewards
 from drumline.rl.curriculum import require_domains
@@ -150,6 +152,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     question = build_question(
         config, policy, roles, data, cluster, needs_all_processes=has_fixed_processes
     )
+    notes(text_notes(policy, config.head, question.facts))
     config, why = _fill_auto_keys(question, about_cluster, on_progress)
     model = KnownModel(question.facts, policy.path, roles)
     plan = _resolve_plan(request, config, machine, data, model)
@@ -421,6 +424,10 @@ def _require_model_runs(plan: Plan, path: str | None, config: ModelConfig, head:
         return
     model = _build_on_meta(plan, path, config, head)
     if head in WRITING:
+        require_text_alone(model)
+        config_of_whole = models.config_around_text(path, config)
+        if config_of_whole is not None:
+            require_same_language_model(config_of_whole, model)
         use_document_attention(model, plan, on_host=True)
         if plan.config.packs:
             separate_recurrent_layers(model, "cpu")

@@ -21,6 +21,12 @@ PLACES = {
     "GenericForSequenceClassification": (
         "transformers.modeling_layers:GenericForSequenceClassification"
     ),
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": (
+        "transformers.models.auto.modeling_auto:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+    ),
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING": (
+        "transformers.models.auto.modeling_auto:MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING"
+    ),
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES": "transformers.models.auto.modeling_auto:MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": (
         "transformers.models.auto.modeling_auto:MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
@@ -57,6 +63,7 @@ MEMBERS = {
         "_no_split_modules",
         "_supports_attention_backend",
         "_supports_sdpa",
+        "_tied_weights_keys",
         "_tp_plan",
     ),
 }
