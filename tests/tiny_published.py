@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.tiny import tiny_tokenizer
-from tests.tiny_vision import SIDE, TEXT, TOWER
+from tests.tiny_vision import TEXT, TOWER
 
 # Its tower reads patches of 4 × 4 pixels, four to a token.
 LLAMA4_TOWER: dict[str, Any] = {
@@ -95,19 +95,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cohere2_vision": {
         "text_config": {**TEXT, "model_type": "cohere2", "logit_scale": 0.25},
         "vision_config": {**TOWER, "model_type": "siglip_vision_model"},
-    },
-    # No class of transformers has its language model alone.
-    "glm4v": {
-        "text_config": {**TEXT, "rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
-        "vision_config": {
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "image_size": SIDE,
-            "patch_size": 4,
-            "out_hidden_size": 32,
-        },
     },
 }
 

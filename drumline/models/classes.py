@@ -70,6 +70,8 @@ ENCODER_DECODERS = frozenset(
 SEEING_TYPES = frozenset(
     {
         "gemma3",
+        "glm4v",
+        "glm4v_moe",
         "idefics3",
         "internvl",
         "llava_onevision",

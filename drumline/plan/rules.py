@@ -172,7 +172,8 @@ def _unseen_images(case: Case) -> Iterator[Refusal]:
         yield Refusal(
             "images × the algorithm",
             reason,
-            "use algorithm sft, reward, dpo, orpo, simpo, kto or grpo, or a model of text",
+            "use algorithm sft, reward, dpo, orpo, simpo, kto or grpo, or its language model alone: for Qwen3.5"
+            " model.config={model_type: qwen3_5_text}",
             "algorithm",
         )
 

@@ -137,7 +137,6 @@ def test_models_that_have_no_such_part() -> None:
     assert SEEING_TYPES.isdisjoint(KINDS)
     # Of a decoder that reads an encoder no language model is left.
     assert text_config_of(AutoConfig.for_model("florence2")) is None
-    assert text_config_of(AutoConfig.for_model("glm4v")) is None
 
 
 def test_the_type_of_the_language_model_asks_for_it() -> None:
