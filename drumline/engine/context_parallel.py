@@ -300,10 +300,10 @@ def _number_documents(part: SequencePart, positions_BT: Tensor) -> Tensor | None
     """
     from drumline.vendor.transformers import find_packed_sequence_indices
 
-    if part.has_several_documents is None:
+    if part.is_packed is None:
         numbers: Tensor | None = find_packed_sequence_indices(positions_BT)
         return numbers
-    if not part.has_several_documents:
+    if not part.is_packed:
         return None
     # Positions count up by one within a document.
     before_first = positions_BT[:, :1] - 1

@@ -24,11 +24,10 @@ class SequencePart:
     stretches 0 and 3, or 1 and 2. Then causal attention is the same work for all ranks if each
     keeps its queries. Forward and backward must run within the context `around`. `positions_BT`:
     the position ids of the whole sequences that were cut last, on which attention masks depend;
-    None before the first cut. `has_several_documents`: whether one of their rows has more than one
-    document; None if the batch does not say. `active`: whether sequences are cut. It is False
-    before the first cut, as in the trials at build time. `cuts_embeddings`: the model gets whole
-    sequences and puts the features of images into them, and only its decoder gets this part
-    (`decoder_inputs`).
+    None before the first cut. `is_packed`: whether one of their rows has more than one document;
+    None if the batch does not say. `active`: whether sequences are cut. It is False before the
+    first cut, as in the trials at build time. `cuts_embeddings`: the model gets whole sequences and
+    puts the features of images into them, and only its decoder gets this part (`decoder_inputs`).
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class SequencePart:
             last = 2 * self.parts - 1
             self.stretches = [[rank, last - rank] for rank in range(self.parts)]
         self.positions_BT: torch.Tensor | None = None
-        self.has_several_documents: bool | None = None
+        self.is_packed: bool | None = None
         # The tokens that others attend to; None: all, under causal attention.
         self.mask_BT: torch.Tensor | None = None
         self.active = False
@@ -68,10 +67,10 @@ class SequencePart:
         """
         self.positions_BT = batch.position_ids_BT
         self.mask_BT = getattr(batch, "attention_mask_BT", None)
-        self.has_several_documents = None
+        self.is_packed = None
         lengths = getattr(batch, "document_lengths", None)
         if lengths is not None:
-            self.has_several_documents = any(len(row) > 1 for row in lengths)
+            self.is_packed = any(len(row) > 1 for row in lengths)
         self.active = True
         mask_BT = torch.ones_like(batch.input_ids_BT)
         if self.cuts_embeddings:
