@@ -557,13 +557,21 @@ def find_function(
     """
     if ":" in name:
         return find_object(name, base_dir, where, "function")
+    return _callable(find_installed(name, group, where, noun, fix), name, where)
+
+
+def find_installed(name: str, group: str, where: str, noun: str, fix: str) -> Any:
+    """Return the object that an installed package calls `name` in drumline.GROUP.
+
+    `noun`: the word for it in errors.
+    Raises ConfigError, which names the key `where`, if there is none or it cannot be imported.
+    """
     points = entry_points(group)
     if name not in points:
         what = f"no installed package offers {noun} {name!r}{perhaps(name, points)}"
         raise ConfigError(what, where=where, fix=fix)
     point = points[name]
-    function = run_user_code(point.load, f"{noun} {name!r} of {package_of(point)}", where)
-    return _callable(function, name, where)
+    return run_user_code(point.load, f"{noun} {name!r} of {package_of(point)}", where)
 
 
 class _Source(SourceFileLoader):

@@ -379,8 +379,9 @@ class ClassEnvironment(_Environment):
 
     kind: Literal["class"] = "class"
     path: PathText = Field(
-        description="`module:Class` or `file.py:Class` (relative to the YAML). An object of it is one episode: `reset(row)` returns"
-        " the messages before the model's first turn, `step(message)` returns (messages, reward or None, done)."
+        description="`module:Class`, `file.py:Class` (relative to the YAML), or an entry point of group drumline.environments. An object"
+        " of it is one episode: `reset(row)` returns the messages before the model's first turn, `step(message)` returns (messages, reward"
+        " or None, done)."
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments of the class."

@@ -58,6 +58,7 @@ GROUPS = (
     "sources",
     "models",
     "rewards",
+    "environments",
     "trackers",
     "launchers",
 )

@@ -389,11 +389,23 @@ class Progress:
             text_start = text[:TEXT_CHARACTERS]
             self._print(f"sample, step {event.step}: …{prompt_end} → {text_start}", "dim")
 
+    def _sampler_metrics(self, event: events.Rollout) -> Mapping[str, Any]:
+        """Return metrics that may have the log-ratio of a rollout's sampler to the policy.
+
+        They are the rollout's own. If a single step learned from it, they are those of that step, which
+        measures the log-ratio itself and whose event comes first.
+        """
+        if "sampler_log_ratio" in event.metrics:
+            return event.metrics
+        if self.step is not None and self.step.step == event.step:
+            return self.step.metrics
+        return {}
+
     def _on_rollout(self, event: events.Rollout) -> None:
         """Print the line of a rollout, and why episodes of it have no reward."""
         if event.reward is not None:
             self.rewards.append(event.reward)
-        self._print(_rollout_line(event))
+        self._print(_rollout_line(event, self._sampler_metrics(event)))
         self._print_all(lines_of_failed_rewards(event.failures))
         for name, value in event.rewards.items():
             # A reward that failed is null, too, and has its line already.
@@ -871,8 +883,11 @@ def _format_metrics(event: events.Eval) -> str:
     return " · ".join(parts)
 
 
-def _rollout_line(event: events.Rollout) -> str:
-    """Return the line of a rollout: rewards, lengths, and what its seconds were spent on."""
+def _rollout_line(event: events.Rollout, sampler_metrics: Mapping[str, Any]) -> str:
+    """Return the line of a rollout: rewards, lengths, and what its seconds were spent on.
+
+    `sampler_metrics`: metrics that may have the log-ratio of the sampler to the policy.
+    """
     parts = []
     # Without rewards nothing is said of them.
     if event.rewards:
@@ -895,7 +910,7 @@ def _rollout_line(event: events.Rollout) -> str:
     parts += _conversation_parts(event)
     if event.from_rows:
         parts.append(f"completions of rows {event.from_rows}")
-    parts += _sampler_parts(event)
+    parts += _sampler_parts(event, sampler_metrics)
     if event.lost_servers:
         lost = ", ".join(event.lost_servers)
         parts.append(f"lost: {lost}")
@@ -908,7 +923,7 @@ def _rollout_line(event: events.Rollout) -> str:
     return f"{head}: {numbers}"
 
 
-def _sampler_parts(event: events.Rollout) -> list[str]:
+def _sampler_parts(event: events.Rollout, sampler_metrics: Mapping[str, Any]) -> list[str]:
     """Return how far the weights that sampled a rollout are from the policy; empty if it sampled itself."""
     parts = []
     if event.sampler_gap is not None:
@@ -918,9 +933,9 @@ def _sampler_parts(event: events.Rollout) -> list[str]:
         parts.append(f"sampled {age} earlier")
     # If the policy itself samples, rounding is all that is left.
     has_other_sampler = event.sampler_gap is not None or event.staleness is not None
-    if has_other_sampler and "sampler_log_ratio" in event.metrics:
-        log_ratio = _format_number(event.metrics["sampler_log_ratio"], ".2g")
-        largest = _format_number(event.metrics.get("sampler_log_ratio_max"), ".2g")
+    if has_other_sampler and "sampler_log_ratio" in sampler_metrics:
+        log_ratio = _format_number(sampler_metrics["sampler_log_ratio"], ".2g")
+        largest = _format_number(sampler_metrics.get("sampler_log_ratio_max"), ".2g")
         parts.append(f"log-ratio to the sampler {log_ratio}, at most {largest}")
     return parts
 

@@ -34,7 +34,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from drumline.config.registry import find_object
+from drumline.config.registry import find_installed, find_object
 from drumline.config.rollouts import (
     ClassEnvironment,
     Environment,
@@ -54,6 +54,8 @@ from drumline.system.redact import redact, redacted_streams
 LOOK_SECONDS = 0.01
 # The most characters of an environment's messages as JSON, which leaves room for the rest of an answer.
 MOST_CHARACTERS = LONGEST_ANSWER // 2
+# What to do if no package has an environment of this name.
+FIX = "write module:Class or file.py:Class, or install the package that has it"
 # NumPy's seeds are below this.
 NUMPY_SEEDS = 2**32
 
@@ -150,7 +152,10 @@ def _load(task: dict[str, Any]) -> LoadedEnvironment:
 def _load_class(config: ClassEnvironment, base_dir: Path) -> Callable[[], Episode]:
     """Return a function that begins an episode of the user's class. Raises ConfigError."""
     where = f"{WHERE}.path"
-    found = find_object(config.path, base_dir, where)
+    if ":" in config.path:
+        found = find_object(config.path, base_dir, where)
+    else:
+        found = find_installed(config.path, "environments", where, "an environment", FIX)
     if not inspect.isclass(found):
         raise ConfigError(f"{config.path} is no class", where=where)
     for name in ("reset", "step"):

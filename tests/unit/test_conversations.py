@@ -39,7 +39,8 @@ from tests.tiny import tiny_model_dir, tiny_tokenizer
 from tests.vllm_stub import StubServer
 
 DATA = DataConfig.model_validate({"train": [{"kind": "digits"}]})
-MORE_SPECIAL = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+HARMONY = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"]
+MORE_SPECIAL = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", *HARMONY, "<|return|>"]
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 USER = [{"role": "user", "content": "And?"}]
@@ -58,6 +59,35 @@ THINKING = """
 {%- endfor %}
 {%- if tools %}{%- endif %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+
+# In the format of gpt-oss. As in its own template a turn has one call, a result has the name of the
+# last call, and the answer that ends a conversation ends by another token than earlier ones.
+GPT_OSS = """
+{%- if tools -%}
+<|start|>developer<|message|># Tools
+{%- for tool in tools %} {{ tool.function.name }}{% endfor -%}
+<|end|>
+{%- endif -%}
+{%- set called = namespace(name="") -%}
+{%- for message in messages -%}
+{%- if message.role == "tool" -%}
+<|start|>functions.{{ called.name }} to=assistant<|channel|>commentary<|message|>
+{{- message.content | tojson }}<|end|>
+{%- elif message.tool_calls -%}
+{%- set call = message.tool_calls[0].function -%}
+{%- set called.name = call.name -%}
+<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>
+{{- call.arguments | tojson }}<|call|>
+{%- elif message.role == "assistant" -%}
+{%- set is_last = loop.last and not add_generation_prompt -%}
+<|start|>assistant<|channel|>final<|message|>{{ message.content }}
+{{- "<|return|>" if is_last else "<|end|>" }}
+{%- else -%}
+<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|start|>assistant{% endif -%}
 """
 
 
@@ -109,6 +139,61 @@ def test_with_the_prompt_they_are_the_template_s_whole_conversation(name: str) -
     text = tokenizer.apply_chat_template(
         [question, answer, *USER], tools=[TOOL], tokenize=False, add_generation_prompt=True
     )
+    assert tokenizer.decode(tokens) == text
+
+
+@pytest.mark.parametrize(
+    ("written", "end", "messages", "rendered"),
+    [
+        (
+            "<|channel|>final<|message|>five",
+            "<|return|>",
+            USER,
+            "<|start|>user<|message|>And?<|end|>",
+        ),
+        (
+            " to=functions.add<|channel|>commentary json<|message|>{}",
+            "<|call|>",
+            TOOL_RESULT,
+            '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"3"<|end|>',
+        ),
+    ],
+    ids=["answer", "call"],
+)
+def test_turns_of_gpt_oss_go_on_behind_the_token_that_ended_them(
+    written: str, end: str, messages: list[dict[str, Any]], rendered: str
+) -> None:
+    """The model ends an answer by <|return|> and a call by <|call|>, each of which stays as it was."""
+    chat = chat_turns(GPT_OSS)
+    tokenizer = chat.tokenizer
+    turn = tokenizer.encode(f"{written}{end}")
+    assert tokenizer.decode(turn) == f"{written}{end}"
+
+    reply = chat.reply(messages, turn[-1])
+
+    assert tokenizer.decode(reply) == f"{rendered}<|start|>assistant"
+
+
+def test_a_conversation_with_calls_of_gpt_oss_is_the_template_s() -> None:
+    chat = chat_turns(GPT_OSS)
+    tokenizer = chat.tokenizer
+    question = {"role": "user", "content": "What is two plus three?"}
+    call = ' to=functions.add<|channel|>commentary json<|message|>{"a": 2}<|call|>'
+    tokens = list(chat.prompt([question]))
+    turn = tokenizer.encode(call)
+    tokens += turn
+    tokens += chat.reply(TOOL_RESULT, turn[-1])
+
+    message = chat.read(turn).message
+
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
+    text = tokenizer.apply_chat_template(
+        [question, message, *TOOL_RESULT],
+        tools=[TOOL],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert "# Tools add<|end|>" in text
     assert tokenizer.decode(tokens) == text
 
 

@@ -163,6 +163,51 @@ def test_what_cannot_be_an_environment_is_refused(
         check_importable(environment(path, options=options), Path())
 
 
+INSTALLED = """
+class Countdown:
+    def __init__(self, turns):
+        self.turns = turns
+
+    def reset(self, row):
+        return [{"role": "user", "content": row["text"]}]
+
+    def step(self, message):
+        self.turns -= 1
+        return [], 1.0, self.turns == 0
+"""
+
+
+def test_an_installed_package_offers_an_environment_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "made_countdown.py").write_text(INSTALLED)
+    info = tmp_path / "made_countdown-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-countdown\nVersion: 1.0\n")
+    points = "[drumline.environments]\ncountdown = made_countdown:Countdown\n"
+    (info / "entry_points.txt").write_text(points)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    environments = Environments(environment("countdown", options={"turns": 2}), Path())
+    assert environments.tools() == []
+
+    begun = environments.reset({0: {"text": "Go."}}, {0: 0})
+    message = {"role": "assistant", "content": "2"}
+    first = environments.step({0: message}, {0: 0})
+    second = environments.step({0: message}, {0: 0})
+    environments.close()
+
+    assert begun[0].messages == [{"role": "user", "content": "Go."}]
+    assert first[0] == Reply(reward=1.0, done=False)
+    assert second[0] == Reply(reward=1.0, done=True)
+
+    with pytest.raises(ConfigError) as refused:
+        check_importable(environment("countdwon"), Path())
+    assert refused.value.line().startswith(
+        "algorithm.environment.path: no installed package offers an environment 'countdwon';"
+        " did you mean 'countdown'?"
+    )
+
+
 def test_a_package_may_take_longer_to_import_than_the_user_s_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ from tests.harness import column, drumline
 from tests.served_runs import TWO_RANKS, write_served_run
 from tests.tiny import read_model, tiny_model_dir, tiny_tokenizer
 from tests.unit.report_runs import story
-from tests.unit.test_report_progress import START, told
+from tests.unit.test_report_progress import START, step, told
 from tests.vllm_stub import StubServer
 
 CONFIG = c.VLLMGenerator(url="http://a", max_new_tokens=6)
@@ -225,6 +225,20 @@ def test_the_gap_is_shown_while_a_run_goes_on_and_left_out_where_the_policy_samp
 
     assert "sampler" not in told(START, rollout)[1]
     assert "sampler gap" not in curve_values(rollout)
+
+
+def test_the_line_of_a_rollout_of_one_step_has_the_log_ratio_of_that_step() -> None:
+    event = next(event for event in story(20) if isinstance(event, Rollout))
+    rollout = {**vars(event), "kind": "rollout"}
+    del rollout["metrics"]
+    log_ratio = {"sampler_log_ratio": -0.00123, "sampler_log_ratio_max": 0.25}
+    measured = {**step(event.step), **log_ratio}
+
+    assert "log-ratio to the sampler -0.0012, at most 0.25" in told(START, measured, rollout)[1]
+
+    another = {**step(event.step - 1), **log_ratio}
+
+    assert "log-ratio" not in told(START, another, rollout)[1]
 
 
 @pytest.mark.full

@@ -504,6 +504,8 @@ def test_a_run_goes_on_with_the_same_numbers_when_a_server_dies(tmp_path: Path) 
         config = write_served_run(folder, model, [server.url for server in servers])
         finished = drumline("train", config)
         assert finished.code == 0, finished.out + finished.err
+        # Each step learns from a rollout of its own, and measures how far its sampler is.
+        assert finished.out.count("log-ratio to the sampler") == 3
         return folder / "run"
 
     with StubServer(read_model(model)) as one:

@@ -1,7 +1,8 @@
 """Distillation (Hinton et al. 2015): a divergence from a teacher's distributions, token by token.
 
 `models.divergence` has the formulas. They are not multiplied by the square of the temperature, as
-Hinton et al. do; neither does TRL's GKD.
+Hinton et al. do. The losses are those of TRL 1.16's GKD (`generalized_jsd_loss`), which has the same β,
+with β = 0 for `forward_kl` and β = 1 for `reverse_kl`, and divides by the number of tokens, too.
 """
 
 from __future__ import annotations
