@@ -93,7 +93,8 @@ class FunctionReward(_TimedReward):
         "completion",
         description="What the function sees. completion: one completion. group: all completions of a prompt, as"
         " f(prompt: str, completions: list[str], **columns of the row, **options) -> list[float | None], one value for each completion."
-        " If it fails, takes longer than timeout_seconds or returns another number of values, the whole group gets no reward. An evaluation completes each prompt once.",
+        " If it fails, takes longer than timeout_seconds or returns another number of values, the whole group gets no reward."
+        " An evaluation completes each prompt once.",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments.")
 
