@@ -39,6 +39,7 @@ from drumline.config.rollouts import (
     Reward,
     RewardFailureConfig,
     TaskReward,
+    sees_groups,
 )
 from drumline.config.section import Above0, Amount, RefusesNull, Weight
 from drumline.config.teachers import BaseTeacher, ServedTeacher, Teacher
@@ -581,6 +582,17 @@ class SamplingSpec(ChunkedSpec):
             raise ValueError(
                 "a reward of kind environment needs an environment that gives rewards, such as"
                 " `environment: {kind: class}`"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_rewards_of_single_completions(self) -> SamplingSpec:
+        """Refuse a reward that compares the completions of a prompt if there is only one."""
+        compares = any(sees_groups(reward) for reward in self.rewards)
+        if compares and self.group_size == 1:
+            raise ValueError(
+                "a reward with `of: group` compares the completions of a prompt, and each prompt is completed once: set group_size to 2"
+                " or more if the algorithm has that key, or take the reward out"
             )
         return self
 

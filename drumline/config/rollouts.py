@@ -89,6 +89,13 @@ class FunctionReward(_TimedReward):
         " f(prompt: str, completion: str, **columns of the row, **options) -> float | None, with those columns that it takes."
         " None: it does not apply to the row, and the other rewards decide."
     )
+    of: Literal["completion", "group"] = Field(
+        "completion",
+        description="What the function sees. completion: one completion. group: all completions of a prompt, as"
+        " f(prompt: str, completions: list[str], **columns of the row, **options) -> list[float | None], one value for each completion."
+        " If it fails, takes longer than timeout_seconds or returns another number of values, the whole group gets no reward."
+        " An evaluation completes each prompt once.",
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments.")
 
 
@@ -149,6 +156,18 @@ Reward = Annotated[
     Field(discriminator="kind"),
     KIND_ALONE,
 ]
+
+
+def sees_groups(reward: Reward) -> bool:
+    """Return whether a reward gets all completions of a prompt together."""
+    return isinstance(reward, FunctionReward) and reward.of == "group"
+
+
+def text_argument(reward: FunctionReward) -> str:
+    """Return the name of the argument with the completion, or the completions of a group."""
+    if sees_groups(reward):
+        return "completions"
+    return "completion"
 
 
 class _Generator(Section):

@@ -7,6 +7,9 @@ one request at a time:
     →  {"token": …, "value": float}, {"token": …, "value": null} (it does not apply),
        or {"token": …, "failure": reason}
 
+For a reward of a group "completion" is the list of the prompt's completions, and "value" a list with
+a number or null for each.
+
 What a reward prints goes to standard error. A reward may do anything here: the process at the other
 end of the socket watches the time.
 """
@@ -29,7 +32,14 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from drumline.config.registry import find_function
-from drumline.config.rollouts import FunctionReward, MathReward, RegexReward, Reward, TaskReward
+from drumline.config.rollouts import (
+    FunctionReward,
+    MathReward,
+    RegexReward,
+    Reward,
+    TaskReward,
+    text_argument,
+)
 from drumline.errors import ConfigError, DrumlineError
 from drumline.foreign import class_and_line, import_quietly
 from drumline.rl.rewards import LARGEST_REWARD, Channel
@@ -42,8 +52,9 @@ FIX = "write module:function or file.py:function, or install the package that ha
 TUPLES = ("arc_agi", "rearc")
 # What marks a formula as LaTeX in an answer.
 LATEX_SIGNS = ("$", "\\boxed", "\\(", "\\[")
-# Arguments: prompt, completion, meta of the row. May return anything; `_answer` checks it.
-Scorer = Callable[[str, str, dict[str, Any]], Any]
+# Arguments: prompt, completion (of a reward of a group: a list of them), meta of the row. May return
+# anything; `_answer` checks it.
+Scorer = Callable[[str, Any, dict[str, Any]], Any]
 # What a worker loads before it serves.
 T = TypeVar("T")
 
@@ -101,21 +112,52 @@ def _load_scorers(task: dict[str, Any]) -> dict[int, Scorer]:
 
 
 def _answer(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to a request: `value`, a number or null, or `failure`, the reason.
+    """Return the answer to a request: `value`, or `failure`, the reason.
 
-    A number is anything with a method `__float__`, and must lie within ±LARGEST_REWARD. Null says that
-    the reward does not apply.
+    The value is a number, or null if the reward does not apply; for several completions a list of them.
     """
+    completion = request["completion"]
     try:
-        returned = score(request["prompt"], request["completion"], request["meta"])
-        if returned is None:
-            return {"value": None}
-        if not hasattr(returned, "__float__"):  # text has none
-            return {"failure": f"returned a {type(returned).__name__}, not a number"}
-        value = float(returned)
+        returned = score(request["prompt"], completion, request["meta"])
+        if isinstance(completion, list):
+            return _check_values(returned, len(completion))
+        return _check_value(returned)
     except BaseException as error:  # noqa: BLE001 — SystemExit and KeyboardInterrupt of a reward are failures like others
         reason = redact(f"{class_and_line(error)}: {error}")
         return {"failure": f"raised {reason}"[:LONGEST_REASON]}
+
+
+def _check_values(returned: Any, number: int) -> dict[str, Any]:
+    """Return the answer for what a reward of a group returned for `number` completions.
+
+    It must be a list or a tuple, or have `tolist` as arrays do. One wrong value fails for all.
+    """
+    if hasattr(returned, "tolist"):
+        returned = returned.tolist()
+    if not isinstance(returned, list | tuple):
+        return {"failure": f"returned a {type(returned).__name__}, not a list of numbers"}
+    if len(returned) != number:
+        return {"failure": f"returned {len(returned)} values for {number} completions"}
+    values = []
+    for index, item in enumerate(returned):
+        answer = _check_value(item)
+        if "failure" in answer:
+            return {"failure": f"{answer['failure']} for completion {index + 1} of {number}"}
+        values.append(answer["value"])
+    return {"value": values}
+
+
+def _check_value(returned: Any) -> dict[str, Any]:
+    """Return the answer for what a reward returned for a completion.
+
+    A number is anything with a method `__float__`, and must lie within ±LARGEST_REWARD. None says that
+    the reward does not apply. Raises what `__float__` raises.
+    """
+    if returned is None:
+        return {"value": None}
+    if not hasattr(returned, "__float__"):  # text has none
+        return {"failure": f"returned a {type(returned).__name__}, not a number"}
+    value = float(returned)
     if abs(value) <= LARGEST_REWARD:
         return {"value": value}
     if math.isfinite(value):
@@ -168,16 +210,17 @@ def _function_scorer(
     """
     function = find_function(reward.path, "rewards", base_dir, f"{where}.path", "a reward", FIX)
     options = reveal(reward.options, f"{where}.options")
-    accepted = _accepted_columns(function, reward.path, options, f"{where}.path", columns)
+    accepted = _accepted_columns(function, reward, options, f"{where}.path", columns)
+    text_name = text_argument(reward)
 
-    def score(prompt: str, completion: str, meta: dict[str, Any]) -> Any:
+    def score(prompt: str, completion: Any, meta: dict[str, Any]) -> Any:
         arguments = {}
         for name, value in meta.items():
             if accepted is None or name in accepted:
                 arguments[name] = value
         arguments.update(options)
         arguments["prompt"] = prompt
-        arguments["completion"] = completion
+        arguments[text_name] = completion
         return function(**arguments)
 
     return score
@@ -185,7 +228,7 @@ def _function_scorer(
 
 def _accepted_columns(
     function: Callable[..., Any],
-    path: str,
+    reward: FunctionReward,
     options: dict[str, Any],
     where: str,
     columns: list[str] | None,
@@ -194,13 +237,15 @@ def _accepted_columns(
 
     Args:
         function: The user's function.
-        path: The path of the function in the config.
-        options: The options of the function in the config.
+        reward: The section of the config.
+        options: The options of the function in the config, with their secrets.
         where: The key of the path, for errors.
         columns: The columns of the rows; None: they are not known.
 
     Raises ConfigError if the function cannot be called with prompt, completion, the options and the columns.
     """
+    path = reward.path
+    text_name = text_argument(reward)
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"{path} is async; a reward is a plain function", where=where)
     try:
@@ -209,7 +254,7 @@ def _accepted_columns(
         return None
     parameters = signature.parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    given: dict[str, Any] = {"prompt": "", "completion": "", **options}
+    given: dict[str, Any] = {"prompt": "", text_name: "", **options}
     try:
         # Options that the function does not take are a mistake, whatever the rows have.
         signature.bind_partial(**given)
@@ -223,7 +268,7 @@ def _accepted_columns(
         rows = ""
         if columns is not None:
             rows = f" and the rows' columns ({', '.join(columns) or 'none'})"
-        fix = "define it as f(prompt, completion, **columns)"
+        fix = f"define it as f(prompt, {text_name}, **columns)"
         what = f"{path}{signature} cannot be called with {', '.join(given)}{rows}: {error}"
         raise ConfigError(what, where=where, fix=fix) from error
     if takes_all:

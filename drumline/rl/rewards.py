@@ -2,7 +2,8 @@
 
 An episode is worth the weighted sum of its rewards. A reward fails if it raises, hangs, crashes or
 returns no number. The episode's worth is then unknown (NaN), unless that reward has the weight 0, and
-the reason is reported. A reward that returns None does not apply to the episode. A process that ended
+the reason is reported. A reward of a group gets all completions of a prompt together, and fails for
+all of them. A reward that returns None does not apply to the episode. A process that ended
 is replaced. The caller's process runs no code of the user's.
 
 Messages go over a pair of sockets, one line of JSON each. A reward runs in the same process as the
@@ -36,6 +37,7 @@ from drumline.config.rollouts import (
     ModelReward,
     Reward,
     TaskReward,
+    sees_groups,
 )
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.foreign import require_package
@@ -50,7 +52,8 @@ PACKAGES = {"task": "reasoning_gym", "math": "math_verify"}
 # The largest absolute value of a reward. Statistics of rewards are made in fp32: squares of such rewards,
 # summed over a rollout, stay below its maximum of 3e38.
 LARGEST_REWARD = 1e15
-# The most bytes of an answer. A reward's value or the reason of its failure takes a few hundred.
+# The most bytes of an answer. The reason of a failure takes a few hundred, and a group's values about
+# 25 for each completion.
 LONGEST_ANSWER = 2**20
 # Seconds in which a process must have imported the modules of its rewards, on a machine that is busy
 # training. An import that takes longer counts as hung.
@@ -89,6 +92,15 @@ class EpisodeText:
     environment_reward: float = math.nan
     # Why the environment failed, so that the episode has no reward; None if it did not.
     failure: str | None = None
+    # All messages of a conversation; None for an episode that is one completion.
+    messages: list[dict[str, Any]] | None = None
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """What a reward may read besides prompt and completion: `meta`, and `messages` if there are any."""
+        if self.messages is None:
+            return self.meta
+        return {**self.meta, "messages": self.messages}
 
 
 @dataclass(frozen=True)
@@ -211,6 +223,8 @@ class Rewards:
         require_installed(configs)
         self.configs = list(configs)
         self.names = reward_names(configs)
+        # Indices of the rewards that get all completions of a prompt together.
+        self.group_indices = [i for i, config in enumerate(configs) if sees_groups(config)]
         self.base_dir = base_dir
         # Rewards that the processes compute, by their index in the config's list.
         self.isolated: dict[int, IsolatedReward] = {}
@@ -255,12 +269,14 @@ class Rewards:
         self,
         episodes: Sequence[EpisodeText],
         model_scores: Mapping[str, Sequence[float]] | None = None,
+        group_size: int = 1,
     ) -> list[EpisodeScore]:
         """Return the score of each episode, in their order.
 
         Args:
-            episodes: The episodes.
+            episodes: The episodes, group after group.
             model_scores: Name of a reward of kind model → its value for each episode.
+            group_size: Number of completions of each prompt.
 
         Raises EnvironmentFault if no process can be started.
         """
@@ -268,20 +284,67 @@ class Rewards:
         for name, values in (model_scores or {}).items():
             for index, scores_of_episode in enumerate(scores_of_episodes):
                 scores_of_episode[name] = float(values[index])
-        # The most seconds of an episode: each reward may time out, and its process be started again.
+        # The most seconds of an episode or of a group: each reward may time out, and its process be started again.
         timeouts = sum(config.timeout_seconds for config in self.isolated.values())
         granted = 2 * (START_SECONDS + timeouts)
-        scores = []
         heartbeat.alive(granted)
-        for score in self._pool.map(self._score_episode, episodes, scores_of_episodes):
+        group_results = self._score_groups(episodes, group_size, granted)
+        scores = []
+        for score in self._pool.map(
+            self._score_episode, episodes, scores_of_episodes, group_results
+        ):
             heartbeat.alive(granted)
             scores.append(score)
         return scores
 
+    def _score_groups(
+        self, episodes: Sequence[EpisodeText], group_size: int, granted: float
+    ) -> list[dict[int, RewardResult]]:
+        """Return the results of the rewards of groups for each episode, see `_score_group`.
+
+        `granted`: the most seconds that a group may take.
+        """
+        if not self.group_indices:
+            return [{} for _ in episodes]
+        groups = [episodes[i : i + group_size] for i in range(0, len(episodes), group_size)]
+        results: list[dict[int, RewardResult]] = []
+        for results_of_group in self._pool.map(self._score_group, groups):
+            heartbeat.alive(granted)
+            results += results_of_group
+        return results
+
+    def _score_group(self, group: Sequence[EpisodeText]) -> list[dict[int, RewardResult]]:
+        """Compute the rewards of a group in turn, in this thread's process.
+
+        Returns for each episode the index of a reward → its result. Functions do not see episodes whose
+        environment failed.
+        """
+        results: list[dict[int, RewardResult]] = [{} for _ in group]
+        seen = [number for number, episode in enumerate(group) if episode.failure is None]
+        if not seen:
+            return results
+        episodes = [group[number] for number in seen]
+        for index in self.group_indices:
+            config = self.isolated[index]
+            worker = self._open_worker()
+            answers = worker.score_group(index, episodes, config.timeout_seconds)
+            for number, answer in zip(seen, answers, strict=True):
+                results[number][index] = answer
+        return results
+
     def _score_episode(
-        self, episode: EpisodeText, model_scores: Mapping[str, float]
+        self,
+        episode: EpisodeText,
+        model_scores: Mapping[str, float],
+        group_results: Mapping[int, RewardResult],
     ) -> EpisodeScore:
-        """Compute all rewards of an episode in turn, the isolated ones in this thread's process."""
+        """Return the score of an episode. The rewards that are not known yet are computed in turn.
+
+        Args:
+            episode: The episode.
+            model_scores: Name of a reward of kind model → its value.
+            group_results: Index of a reward of the episode's group → its result for the episode.
+        """
         if episode.failure is not None:
             unknown = dict.fromkeys(self.names, math.nan)
             return EpisodeScore(math.nan, unknown, {ENVIRONMENT: episode.failure})
@@ -294,7 +357,10 @@ class Rewards:
         applies = not any(_tells_good_answers(config) for config in self.configs)
         for index, name in enumerate(self.names):
             config = self.configs[index]
-            value, failure = self._compute(index, episode, model_scores)
+            if index in group_results:
+                value, failure = group_results[index]
+            else:
+                value, failure = self._compute(index, episode, model_scores)
             weighted = config.weight * value
             if failure is None and abs(weighted) > LARGEST_REWARD:
                 value = math.nan
@@ -330,11 +396,13 @@ class Rewards:
             if math.isfinite(value):
                 return RewardResult(value)
             return RewardResult(math.nan, f"returned {value}")
+        return self._open_worker().score(index, episode, config.timeout_seconds)
+
+    def _open_worker(self) -> RewardProcess:
+        """Return this thread's process. Raises RuntimeError if the rewards were closed."""
         if self._closed:
             raise RuntimeError("the rewards were closed while they were computed")
-        return self._worker().score(
-            index, episode.prompt, episode.completion, episode.meta, config.timeout_seconds
-        )
+        return self._worker()
 
     def _worker(self) -> RewardProcess:
         """Return this thread's process, which is started anew if it has ended."""
@@ -595,39 +663,64 @@ class RewardProcess(GuardedProcess):
         paths = [getattr(reward, "path", reward.kind) for reward in rewards.values()]
         super().__init__(task, paths)
 
-    def score(
-        self, index: int, prompt: str, completion: str, meta: dict[str, Any], timeout_seconds: float
-    ) -> RewardResult:
-        """Return the result of a reward for a completion.
+    def score(self, index: int, episode: EpisodeText, timeout_seconds: float) -> RewardResult:
+        """Return the result of a reward for an episode.
 
         A process that is late or ends is killed: `is_alive` is False then.
 
         Args:
             index: The reward's index in the config's list.
-            prompt: The text of the prompt.
-            completion: The text of the completion.
-            meta: The other columns of the prompt's row.
+            episode: The episode.
             timeout_seconds: The most seconds that the reward may take.
         """
+        request = {
+            "index": index,
+            "prompt": episode.prompt,
+            "completion": episode.completion,
+            "meta": episode.columns,
+        }
+        value, failure = self._ask(request, timeout_seconds)
+        return _to_result(value, failure)
+
+    def score_group(
+        self, index: int, episodes: Sequence[EpisodeText], timeout_seconds: float
+    ) -> list[RewardResult]:
+        """Return the result of a reward of a group for each episode of a prompt.
+
+        Conversations are a column `messages`, a list with the messages of each. A process that is late
+        or ends is killed, as in `score`.
+
+        Args:
+            index: The reward's index in the config's list.
+            episodes: The episodes, at least one.
+            timeout_seconds: The most seconds that the reward may take for all of them.
+        """
+        first = episodes[0]
+        columns = dict(first.meta)
+        if first.messages is not None:
+            columns["messages"] = [episode.messages for episode in episodes]
+        request = {
+            "index": index,
+            "prompt": first.prompt,
+            "completion": [episode.completion for episode in episodes],
+            "meta": columns,
+        }
+        values, failure = self._ask(request, timeout_seconds)
+        if failure is not None:
+            values = [None] * len(episodes)
+        return [_to_result(value, failure) for value in values]
+
+    def _ask(self, request: dict[str, Any], timeout_seconds: float) -> tuple[Any, str | None]:
+        """Return the value in the answer to a request, and the reason if the reward failed."""
         # A reward that writes on the socket does not know the token. So it cannot forge an answer, and
         # an answer is never taken for that of another request.
         token = secrets.token_hex(8)
-        request = {
-            "token": token,
-            "index": index,
-            "prompt": prompt,
-            "completion": completion,
-            "meta": meta,
-        }
         try:
-            self.channel.send(request, timeout_seconds)
+            self.channel.send({"token": token, **request}, timeout_seconds)
             reply = self.channel.receive(timeout_seconds)
             if reply.get("token") != token:
                 raise MalformedMessage
-            value = reply.get("value")
-            if value is None:
-                value = math.nan
-            return RewardResult(value, reply.get("failure"))
+            return reply.get("value"), reply.get("failure")
         except TimeoutError:
             failure = f"timed out after {timeout_seconds:g} s"
         except (EOFError, OSError):
@@ -635,7 +728,14 @@ class RewardProcess(GuardedProcess):
         except MalformedMessage:
             failure = NOT_ITS_OWN
         self.kill()
+        return None, failure
+
+
+def _to_result(value: float | None, failure: str | None) -> RewardResult:
+    """Return an answer of a process as a result. None: the reward does not apply, or failed."""
+    if value is None:
         return RewardResult(math.nan, failure)
+    return RewardResult(value, failure)
 
 
 def describe_exit(code: int | None) -> str:

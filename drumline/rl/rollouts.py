@@ -648,7 +648,7 @@ class Rollouts:
                 version = drawn.version
             drawn = None
             with self._add_seconds("reward"):
-                scored = self._score(self.prompts, prompt_ids, completions, version)
+                scored = self._score(self.prompts, prompt_ids, completions, version, size)
             self._learn_domains(scored.samples)
             row_samples += [_row_sample(self.prompts, row_id) for row_id in row_ids]
             position += len(prompt_ids) // size + len(row_ids)
@@ -718,10 +718,16 @@ class Rollouts:
         prompt_ids: list[int],
         completions: list[Completion],
         version: int | None,
+        group_size: int,
     ) -> ScoredSamples:
         """Return the completions of some prompts of `cache` with their rewards. Collective.
 
-        `version`: of the weights that sampled them, see `Sample.version`.
+        Args:
+            cache: The prompts.
+            prompt_ids: Their numbers in the cache, each as often as it is completed.
+            completions: The completions.
+            version: Of the weights that sampled them, see `Sample.version`.
+            group_size: Number of completions of each prompt, which follow each other.
         """
         if not prompt_ids:
             return ScoredSamples([], {}, {})
@@ -732,7 +738,7 @@ class Rollouts:
             else:
                 prompts.append(_prompt_tokens(cache, prompt_id))
         metas = [cache.meta(prompt_id) for prompt_id in prompt_ids]
-        scores = self._compute_rewards(prompts, completions, metas)
+        scores = self._compute_rewards(prompts, completions, metas, group_size)
         samples = []
         for index, score in enumerate(scores):
             completion = completions[index]
@@ -793,16 +799,18 @@ class Rollouts:
         prompts: list[list[int]],
         completions: list[Completion],
         metas: list[dict[str, Any]],
+        group_size: int,
     ) -> list[EpisodeScore]:
         """Return the score of each completion, the same on all ranks. Collective.
 
         Functions run on one rank for each completion: for completion 0 on rank 0, for 1 on rank 1,
-        and so on in turn.
+        and so on in turn. If a reward sees whole groups, these are dealt in the same way.
 
         Args:
             prompts: The tokens of each completion's prompt.
-            completions: The completions.
+            completions: The completions, group after group.
             metas: The metadata of each completion's prompt.
+            group_size: Number of completions of each prompt.
         """
         texts = []
         for completion, meta in zip(completions, metas, strict=True):
@@ -810,28 +818,27 @@ class Rollouts:
             columns = dict(meta)
             columns |= columns.pop(OWN_COLUMNS, {})
             texts.append(self._episode_text(completion, meta["prompt"], columns))
+        dealt_together = group_size if self.rewards.group_indices else 1
         rank, ranks = rank_and_world_size()
+        owners = [index // dealt_together % ranks for index in range(len(texts))]
+        own = [index for index, owner in enumerate(owners) if owner == rank]
         episodes = _to_episodes(prompts, completions, metas)
         own_model_scores = {}
         for name, read in self.readers.rewards.items():
             # All ranks run the model together, over all episodes.
             model_scores = read(episodes).tolist()
-            own_model_scores[name] = model_scores[rank::ranks]
-        own_scores = self.rewards.score(texts[rank::ranks], own_model_scores)
-        scores_of_ranks = gather_from_ranks(own_scores)
-        scores = []
-        for index in range(len(texts)):
-            scores_of_rank = scores_of_ranks[index % ranks]
-            scores.append(scores_of_rank[index // ranks])
-        return scores
+            own_model_scores[name] = [model_scores[index] for index in own]
+        own_texts = [texts[index] for index in own]
+        own_scores = self.rewards.score(own_texts, own_model_scores, dealt_together)
+        scores_of_ranks = [iter(scores) for scores in gather_from_ranks(own_scores)]
+        return [next(scores_of_ranks[owner]) for owner in owners]
 
     def _episode_text(
         self, completion: Completion, prompt: str, columns: dict[str, Any]
     ) -> EpisodeText:
         """Return an episode as rewards read it.
 
-        Of a conversation the completion is the model's last turn, and a further column `messages` has
-        all turns.
+        Of a conversation the completion is the model's last turn, and `messages` has all turns.
 
         Args:
             completion: The episode.
@@ -842,12 +849,17 @@ class Rollouts:
             text = self.decode(completion.tokens)
             return EpisodeText(prompt, text, len(completion.tokens), columns)
         columns.pop(ROW_PROMPT)
-        columns["messages"] = completion.messages
         reward = math.nan
         if completion.reward is not None:
             reward = completion.reward
         return EpisodeText(
-            prompt, completion.answer, completion.length, columns, reward, completion.failure
+            prompt,
+            completion.answer,
+            completion.length,
+            columns,
+            reward,
+            completion.failure,
+            completion.messages,
         )
 
     def _make_episodes(self, samples: Sequence[Sample]) -> tuple[Episodes, dict[str, float]]:
@@ -909,7 +921,7 @@ class Rollouts:
             keys = [(prompt_id, 0) for prompt_id in prompt_ids]
             completions = self._sample(cache, prompt_ids, keys, step, True)
             version = None if self._server_keeps_weights else step
-            sampled = self._score(cache, prompt_ids, completions, version)
+            sampled = self._score(cache, prompt_ids, completions, version, group_size=1)
             samples += sampled.samples
             set_sums: dict[str, float] = {}
             if self.comparison is not None:

@@ -10,6 +10,7 @@ import math
 import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -21,6 +22,7 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME, TerminalTheme
 from rich.text import Text
 
 from drumline.config.load import Loaded, load
+from drumline.config.rollouts import Reward, sees_groups
 from drumline.data.cache import TokenCache
 from drumline.data.image_files import VIDEO_FILES
 from drumline.data.prepare import prepare
@@ -481,7 +483,7 @@ class View:
         rollout = reader.config.algorithm.rollout
         if rollout and rollout.rewards:
             rewards = ", ".join(getattr(reward, "path", reward.kind) for reward in rollout.rewards)
-            self.line(f"rewards ({rewards}) get the completion and", "bold")
+            self.line(f"rewards ({rewards}) get {what_rewards_get(rollout.rewards)} and", "bold")
         else:
             self.line("beside the tokens", "bold")
         for name, value in columns.items():
@@ -550,6 +552,16 @@ def _colour_tokens(pieces: list[Piece]) -> Text:
 def _shown(piece: Piece) -> str:
     """Return a token's text, with a sign at each line break."""
     return escape(piece.text, RESERVED).replace("\n", f"{BREAK}\n")
+
+
+def what_rewards_get(rewards: Sequence[Reward]) -> str:
+    """Return what rewards see of the completions of a prompt, as a line of the preview says it."""
+    see_groups = [sees_groups(reward) for reward in rewards]
+    if all(see_groups):
+        return "all completions of the prompt"
+    if any(see_groups):
+        return "the completion, or with `of: group` all of the prompt,"
+    return "the completion"
 
 
 def _title_of_row(reader: Reader, seen: PreviewedRow) -> str:

@@ -32,6 +32,7 @@ from drumline.config.load import (
 )
 from drumline.config.model import Head, ModelConfig
 from drumline.config.resume import CHECKPOINTS, Resume
+from drumline.config.rollouts import text_argument
 from drumline.data import prepare as data_prepare
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
@@ -495,11 +496,11 @@ def _check_prompts(
     if rollout.environment is not None:
         tools = environments.check_importable(rollout.environment, base_dir.absolute())
         require_template(tokenizer, reads_calls=bool(tools))
-    has_function = any(reward.kind == "function" for reward in rollout.rewards)
-    if has_function and columns is not None and "completion" in columns:
+    replaced = {text_argument(reward) for reward in rollout.rewards if reward.kind == "function"}
+    for column in sorted(replaced & (columns or set())):
         notes(
             [
-                "the rows' column `completion` is not given to reward functions, which get what was sampled:"
+                f"the rows' column `{column}` is not given to reward functions, which get what was sampled:"
                 " rename it if they need it"
             ]
         )

@@ -92,11 +92,12 @@ def test_a_failed_reward_of_weight_0_leaves_an_episode_its_reward() -> None:
 def test_a_reward_gets_the_columns_of_the_row_once() -> None:
     given: list[EpisodeText] = []
 
-    def score(items: list[EpisodeText], _: Any) -> list[EpisodeScore]:
+    def score(items: list[EpisodeText], _: Any, group_size: int) -> list[EpisodeScore]:
+        assert group_size == 1
         given.extend(items)
         return [EpisodeScore(1.0, {}, {})]
 
-    rewards = SimpleNamespace(names=[], score=score)
+    rewards = SimpleNamespace(names=[], group_indices=[], score=score)
     evaluate_by(rewards, {}, all=[{"level": 1, OWN_COLUMNS: {"domain": "maths"}}])
     assert given[0].meta == {"prompt": "?", "level": 1, "domain": "maths"}
 
