@@ -53,13 +53,13 @@ def check(run: Path, as_json: bool = False, learns: bool = False) -> int:
     console = Console(highlight=False)
     console.print(printable(plan_line(plan)), soft_wrap=True, markup=False)
     _show(rows, measured, console)
+    for line in moved_constants(rows):
+        console.print(line, markup=False, soft_wrap=True)
     off = [row.category for row in rows if row.warns]
     if off:
         console.print(f"off by more than {OFF:.0%}: {', '.join(off)}")
     else:
         console.print(f"nothing that counts is off by more than {OFF:.0%}")
-    for line in moved_constants(rows):
-        console.print(line, markup=False, soft_wrap=True)
     if learns:
         kept = learn(run, plan, measured, _cluster_here(plan))
         console.print(
