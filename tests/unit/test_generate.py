@@ -250,9 +250,8 @@ def test_a_completion_that_is_read_one_token_late_ends_at_the_same_token(is_late
     rules = StopRules(frozenset({2}), (), None)
     ends = StopCriteria(
         rules,
-        rows=3,
+        limits=[5, 5, 5],
         prompt_width=2,
-        max_new_tokens=5,
         is_late=is_late,
     )
     for width in (3, 4, 5):
