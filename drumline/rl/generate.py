@@ -448,9 +448,10 @@ class HFGenerator:
         log_probs = torch.stack(noise.log_probs, 1).tolist()
         tokens = out_BT[:, width:].tolist()
         completions = []
-        for row, length in enumerate(criteria.lengths):
+        for row in range(len(requests)):
             # A row that has ended is filled until the last row ends.
-            kept = length or out_BT.shape[1] - width
+            kept = criteria.lengths[row]
+            assert kept is not None, "each row is cut at its limit at the latest"
             has_ended = criteria.are_complete[row]
             completion = Completion(tokens[row][:kept], log_probs[row][:kept], has_ended)
             completions.append(completion)

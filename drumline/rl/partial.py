@@ -178,7 +178,8 @@ class PartialRollout(PendingRollout):
         so_far = []
         for fields, versions in zip(state["completions"], state["versions"], strict=True):
             parts = tuple(VersionedTokens(*part) for part in versions)
-            so_far.append(PartialCompletion(*fields, parts))
+            tokens, log_probs, ended = fields
+            so_far.append(PartialCompletion(tokens, log_probs, ended, parts))
         keys = [tuple(key) for key in state["keys"]]
         return cls(state["ids"], keys, so_far, state["sampler_gap"], state["row_ids"])
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drumline.rl.sampler_check import PROMPTS
 from tests.distributed.ranks import run_plans
 from tests.distributed.setups import EIGHT_BY_TWO, SAVED_TWICE, UNSAVED, copy_checkpoint, plan_in
 from tests.harness import Sections, column, events, same_tensors, weights
@@ -22,9 +22,9 @@ STEPS = 10
 EPISODES, STEPS_PER_ROLLOUT = 16, 2
 ROLLOUTS = STEPS // STEPS_PER_ROLLOUT
 AHEAD = 3
-MAX_NEW_TOKENS = 7
-# Of a segment: 7 tokens in three segments are 3, 3 and 1.
-MOST_TOKENS = 3
+MAX_NEW_TOKENS = 13
+# Of a segment: 13 tokens in three segments are 5, 5 and 3.
+MOST_TOKENS = 5
 GRPO: Sections = {
     "kind": "grpo",
     "group_size": 4,
@@ -35,7 +35,7 @@ GRPO: Sections = {
     "generator": {"kind": "hf", "max_new_tokens": MAX_NEW_TOKENS},
     "rewards": [
         {"kind": "regex", "pattern": "[aeiou]", "full": False},
-        {"kind": "length", "free": 2, "limit": 7, "weight": 0.5},
+        {"kind": "length", "free": 2, "limit": 13, "weight": 0.5},
     ],
     "curriculum": {"kind": "success"},
 }
@@ -220,21 +220,15 @@ def test_no_call_to_a_server_is_longer_than_a_segment(root: Path, alone: Path) -
         run_plans([path], 1)
     # The server's completions are those of the policy's own sampler.
     require_equal(path.parent, alone, 1e-4)
-    # Rollout 0, then one call for each rollout that is learned from but the last one.
+    # Rollout 0 is sampled whole, and before each rollout but the last one there is a call for later ones.
     assert server.loads == ROLLOUTS
     asked = [(call, tokens) for call, tokens in server.limits if call > 2]
     assert max(tokens for _, tokens in asked) == MOST_TOKENS
-    assert math.ceil(MAX_NEW_TOKENS / AHEAD) == MOST_TOKENS
-    # Each later call has at most a segment of each completion of three rollouts.
+    # Each call has at most a segment of each completion of three rollouts, and the prompts of a probe.
     for call in {call for call, _ in asked}:
         requests = [tokens for each, tokens in asked if each == call]
-        # Besides the probe of the sampler, a prompt of its own.
-        assert len(requests) <= AHEAD * EPISODES + len(PROBES)
+        assert len(requests) <= AHEAD * EPISODES + PROMPTS
     assert all(gap is not None for gap in column(path.parent, "sampler_gap", "rollout"))
-
-
-# Prompts with which the sampler is compared with the policy after each hand-over.
-PROBES = range(8)
 
 
 def test_sglang_and_continuous_batching_sample_segments_alike(root: Path, alone: Path) -> None:
