@@ -16,7 +16,7 @@ Every rank knows the whole rollout, which is small. So advantages are computed o
 rollout, and it does not matter which rank trains on which episode. A rollout depends only on the
 weights, on (seed, step, position of the prompt) and on the stream's state, so a resumed run samples
 the same rollout again. Rollouts may be sampled ahead of the steps, with older weights; the module
-`ahead` has the schedule.
+`ahead` has the schedule, and `partial` that of completions which are sampled in segments.
 """
 
 from __future__ import annotations
@@ -378,8 +378,9 @@ class Rollouts:
         scheduled = self.sample_ahead(requests, steps_done)
         version = self._exported_version(steps_done)
         call = SegmentCall(scheduled, targets, version, self.segment_rules)
+        gap = self._measured_gap(scheduled)
         for rollout, _ in targets:
-            rollout.await_call(call, self.sampler_check.gap)
+            rollout.await_call(call, gap)
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from the state in a checkpoint; a new run has an empty one."""
@@ -442,11 +443,15 @@ class Rollouts:
             return PendingRollout(prompt_ids, sample, None, row_ids, sampled_version)
         requests = self._requests(self.prompts, prompt_ids, keys)
         scheduled = self.sample_ahead(requests, first_step)
-        gap = None
-        if scheduled.sampling is not None:
-            # It has begun, so the sampler was compared with the policy just now.
-            gap = self.sampler_check.gap
+        gap = self._measured_gap(scheduled)
         return PendingRollout(prompt_ids, scheduled.finish, gap, row_ids, sampled_version)
+
+    def _measured_gap(self, scheduled: ScheduledSampling) -> float | None:
+        """Return the gap between sampler and policy; None if the sampler still has earlier weights."""
+        if scheduled.sampling is None:
+            return None
+        # It has begun, so the sampler was compared with the policy just now.
+        return self.sampler_check.gap
 
     def _draw_prompts(self, prompts: int, position: int) -> DrawnPrompts:
         """Draw the prompts of a rollout.

@@ -241,3 +241,19 @@ def test_sglang_and_continuous_batching_sample_segments_alike(root: Path, alone:
     path = plan(root, "continuous", 1, generator=sampler)
     run_plans([path], 1)
     require_equal(path.parent, alone, 1e-4)
+
+
+def test_completions_that_have_ended_are_not_continued(root: Path) -> None:
+    """Of several rollouts all completions end in their first segment, so a call has nothing to sample."""
+    generator = {"kind": "hf", "max_new_tokens": MAX_NEW_TOKENS, "stop": list("aeioubcdlnrst ")}
+    runs = []
+    for world_size in (1, 2):
+        path = plan(root, f"stopped-{world_size}", world_size, generator=generator)
+        run_plans([path], world_size)
+        runs.append(path.parent)
+    require_equal(runs[1], runs[0], 1e-5)
+    assert min(column(runs[0], "length_max", "rollout")) <= MOST_TOKENS
+    for event in events(runs[0], "completions"):
+        for completion in event["completions"]:
+            assert len(versions_in(completion)) == completion["tokens"]
+            assert completion["ended"] or completion["tokens"] == MAX_NEW_TOKENS
