@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 import time
 from pathlib import Path
 from typing import Any
@@ -244,8 +245,9 @@ def test_sglang_and_continuous_batching_sample_segments_alike(root: Path, alone:
 
 
 def test_completions_that_have_ended_are_not_continued(root: Path) -> None:
-    """Of several rollouts all completions end in their first segment, so a call has nothing to sample."""
-    generator = {"kind": "hf", "max_new_tokens": MAX_NEW_TOKENS, "stop": list("aeioubcdlnrst ")}
+    """Of a rollout all completions end in their first segment, so that learning waits for no later call."""
+    stop = list(string.ascii_letters + " .,")
+    generator = {"kind": "hf", "max_new_tokens": MAX_NEW_TOKENS, "stop": stop}
     runs = []
     for world_size in (1, 2):
         path = plan(root, f"stopped-{world_size}", world_size, generator=generator)
