@@ -513,6 +513,11 @@ class SamplingSpec(ChunkedSpec):
         return 0
 
     @property
+    def segments(self) -> int:
+        """The most segments of a completion, each of which is sampled by other weights (`rl.partial`)."""
+        return 1
+
+    @property
     def credits_turns(self) -> bool:
         """Whether each turn of an episode has advantages by its own rewards and later ones."""
         return False

@@ -59,7 +59,7 @@ ROLLOUT = {
     "ended": "part of completions that ended",
     # In nats: difference of log-probs between the generator and the policy.
     "sampler_gap": "sampler gap",
-    # Optimizer steps between the weights that sampled a rollout and the first step that learns from it.
+    # Mean optimizer steps between the weights that sampled a token and the first step that learns from it.
     "staleness": "staleness",
 }
 # A group is all completions of one prompt.

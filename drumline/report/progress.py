@@ -929,8 +929,10 @@ def _sampler_parts(event: events.Rollout, sampler_metrics: Mapping[str, Any]) ->
     if event.sampler_gap is not None:
         parts.append(f"sampler off by {event.sampler_gap:.2g} nats")
     if event.staleness:
-        age = plural(event.staleness, "step")
-        parts.append(f"sampled {age} earlier")
+        # A mean, which is whole unless completions are sampled in segments.
+        steps = round(event.staleness, 1)
+        unit = "step" if steps == 1 else "steps"
+        parts.append(f"sampled {steps:g} {unit} earlier")
     # If the policy itself samples, rounding is all that is left.
     has_other_sampler = event.sampler_gap is not None or event.staleness is not None
     if has_other_sampler and "sampler_log_ratio" in sampler_metrics:

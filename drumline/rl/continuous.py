@@ -159,8 +159,13 @@ class ContinuousGenerator(HFGenerator):
             self._manager(requests, noise) as manager,
         ):
             for name in longest_first:
-                tokens = by_name[name].tokens
-                manager.add_request(tokens, request_id=name, streaming=has_stop_texts)
+                request = by_name[name]
+                manager.add_request(
+                    request.tokens,
+                    request_id=name,
+                    max_new_tokens=request.limit(self.config.max_new_tokens),
+                    streaming=has_stop_texts,
+                )
             sampled = self._collect(manager, set(by_name))
         completions = []
         for name in by_name:
@@ -229,7 +234,9 @@ class ContinuousGenerator(HFGenerator):
         """Return transformers' options, with a cache for `config.batch` of the longest sequences."""
         batch = self.config.batch
         prompt_lengths = [len(request.tokens) for request in requests]
-        longest_sequence = max(prompt_lengths) + self.config.max_new_tokens
+        most_new = self.config.max_new_tokens
+        lengths = [len(request.tokens) + request.limit(most_new) for request in requests]
+        longest_sequence = max(lengths)
         pages = batch * (math.ceil(longest_sequence / PAGE) + 1)
         options: dict[str, Any] = {
             "num_blocks": pages + pages // 4,  # it starts no request when less than 15% are free

@@ -80,6 +80,15 @@ class Request:
     key: tuple[int, ...]
     # The images of the prompt; empty without any.
     images: PromptImageMeta = field(default_factory=dict)
+    # The most tokens to sample if that is less than the generator's `max_new_tokens`; None: no limit of
+    # its own.
+    max_new_tokens: int | None = None
+
+    def limit(self, max_new_tokens: int) -> int:
+        """Return the most tokens to sample, where `max_new_tokens` is the generator's own limit."""
+        if self.max_new_tokens is None:
+            return max_new_tokens
+        return min(max_new_tokens, self.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ class Completion:
     tokens: list[int]
     # The log-prob of each token: log softmax(logits / temperature) in fp32, before top-k and top-p.
     log_probs: list[float]
-    # Whether it ends with an end token or a stop text; False if it was cut at max_new_tokens.
+    # Whether it ends with an end token or a stop text; False if it was cut at the request's limit.
     ended: bool
 
     @property
@@ -253,28 +262,30 @@ class StopCriteria(StoppingCriteria):
 
     Attributes:
         lengths: The number of tokens of each row's completion; None while the row goes on.
+        are_complete: Whether each row was ended by `rules`; False if it was cut at its limit.
         generated: The number of tokens of each row that the device has been asked for.
         read_back: The number of tokens of each row that the host has read, at most `generated`.
         ended_B: bool, whether each row has ended, on the host.
     """
 
     def __init__(
-        self, rules: StopRules, rows: int, prompt_width: int, max_new_tokens: int, is_late: bool
+        self, rules: StopRules, limits: list[int], prompt_width: int, is_late: bool
     ) -> None:
         """Set up for one batch.
 
         Args:
             rules: Decide when a completion ends.
-            rows: Number of rows of the batch.
+            limits: The most tokens of the completion of each row of the batch.
             prompt_width: Number of tokens of each row before its completion, padding included.
-            max_new_tokens: The most tokens of a completion.
             is_late: Whether tokens are read one step late.
         """
+        rows = len(limits)
         self.rules = rules
+        self.limits = limits
         self.prompt_width = prompt_width
-        self.max_new_tokens = max_new_tokens
         self.is_late = is_late
         self.lengths: list[int | None] = [None] * rows
+        self.are_complete = [False] * rows
         self.generated = 0
         self.read_back = 0
         self.ended_B = torch.zeros(
@@ -294,7 +305,7 @@ class StopCriteria(StoppingCriteria):
 
     def should_continue(self, *_: Any, **__: Any) -> bool:
         """Return whether another token is needed, without waiting for the device."""
-        return self.generated < self.max_new_tokens and None in self.lengths
+        return self.generated < max(self.limits) and None in self.lengths
 
     def read_all(self) -> None:
         """Read the tokens whose copies to the host are still under way."""
@@ -311,7 +322,8 @@ class StopCriteria(StoppingCriteria):
             # Only the end of the text can have become a stop text.
             tail = [*self._tails[row], token][-self.rules.tail :]
             self._tails[row] = tail
-            if self.rules.is_met(tail):
+            self.are_complete[row] = self.rules.is_met(tail)
+            if self.are_complete[row] or self.read_back == self.limits[row]:
                 self.lengths[row] = self.read_back
                 self.ended_B[row] = True
 
@@ -409,11 +421,11 @@ class HFGenerator:
         mask_BT = copy_to_device(device, torch.tensor(mask))
         seeds_B = copy_to_device(device, torch.tensor(seeds))
         noise = NoisyLogits(self.sampler, seeds_B, width)
-        max_new_tokens = self.config.max_new_tokens
+        limits = [request.limit(self.config.max_new_tokens) for request in requests]
         is_late = device.type == "cuda"
-        criteria = StopCriteria(self.stop_rules, len(requests), width, max_new_tokens, is_late)
+        criteria = StopCriteria(self.stop_rules, limits, width, is_late)
         generation_config = GenerationConfig(
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=max(limits),
             do_sample=False,
             use_cache=True,
             pad_token_id=self.pad,
@@ -436,10 +448,11 @@ class HFGenerator:
         log_probs = torch.stack(noise.log_probs, 1).tolist()
         tokens = out_BT[:, width:].tolist()
         completions = []
-        for row, ended_at in enumerate(criteria.lengths):
+        for row in range(len(requests)):
             # A row that has ended is filled until the last row ends.
-            kept = ended_at or out_BT.shape[1] - width
-            has_ended = ended_at is not None
+            kept = criteria.lengths[row]
+            assert kept is not None, "each row is cut at its limit at the latest"
+            has_ended = criteria.are_complete[row]
             completion = Completion(tokens[row][:kept], log_probs[row][:kept], has_ended)
             completions.append(completion)
         return completions
@@ -724,7 +737,7 @@ def max_positions(model: Any) -> int | None:
 
 
 def require_room(requests: list[Request], new_tokens: int, positions: int | None) -> None:
-    """Check that every prompt can be completed by `new_tokens` tokens.
+    """Check that every prompt can be completed by `new_tokens` tokens, or those of its own limit.
 
     Raises DataError for an empty prompt, PlanError if a prompt and its completion may have more tokens
     than the model's `positions` (None: no limit).
@@ -740,8 +753,9 @@ def require_room(requests: list[Request], new_tokens: int, positions: int | None
         if positions is None:
             continue
         room = positions - length
-        if room < new_tokens:
-            what = f"a prompt of {length} tokens and max_new_tokens {new_tokens} are more than the model's {positions} positions"
+        limit = request.limit(new_tokens)
+        if room < limit:
+            what = f"a prompt of {length} tokens and max_new_tokens {limit} are more than the model's {positions} positions"
             fix = f"at most {room}, or shorter prompts" if room > 0 else "shorter prompts"
             raise PlanError(what, where=f"{WHERE}.max_new_tokens", fix=fix)
 

@@ -16,7 +16,7 @@ Every rank knows the whole rollout, which is small. So advantages are computed o
 rollout, and it does not matter which rank trains on which episode. A rollout depends only on the
 weights, on (seed, step, position of the prompt) and on the stream's state, so a resumed run samples
 the same rollout again. Rollouts may be sampled ahead of the steps, with older weights; the module
-`ahead` has the schedule.
+`ahead` has the schedule, and `partial` that of completions which are sampled in segments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,7 +49,16 @@ from drumline.plan.plan import Plan
 from drumline.rl.ahead import ScheduledSampling
 from drumline.rl.conversations import Conversation, Conversations, Start, row_for_environment
 from drumline.rl.curriculum import Curriculum
-from drumline.rl.generate import Completion, Request, rank_and_world_size
+from drumline.rl.generate import Completion, Request, StopRules, rank_and_world_size
+from drumline.rl.partial import (
+    PartialCompletion,
+    PartialRollout,
+    SegmentCall,
+    VersionedTokens,
+    load_rollout,
+    tokens_due,
+)
+from drumline.rl.pending import PendingRollout
 from drumline.rl.reading import (
     EpisodeReader,
     ModelReaders,
@@ -100,9 +109,9 @@ class Sample:
     applies: bool = True
     # With an environment the turns, each with its part of the reward.
     turns: Sequence[EpisodeTurn] = ()
-    # The version of the weights that sampled all of its tokens: the optimizer steps after which they
-    # were exported. None if that is not known: a server keeps its own weights, or a row has the tokens.
-    version: int | None = None
+    # The versions of the weights that sampled it, from its first token to its last one; empty for the
+    # completion of a row.
+    versions: tuple[VersionedTokens, ...] = ()
 
     @property
     def is_failed(self) -> bool:
@@ -177,75 +186,11 @@ class RolloutEvaluation(NamedTuple):
     failures: dict[str, Counter[str]]
 
 
-class PendingRollout:
-    """The prompts of a rollout whose completions may not be sampled yet."""
-
-    def __init__(
-        self,
-        prompt_ids: list[int],
-        complete: Callable[[], list[Completion]],
-        sampler_gap: float | None = None,
-        row_ids: Sequence[int] = (),
-        version: int | None = None,
-    ) -> None:
-        """Store the prompts, and the function that waits for their completions.
-
-        Args:
-            prompt_ids: The prompts' numbers in the cache, each as often as it is completed.
-            complete: Waits for the completions and returns them; called once, on the first access.
-            sampler_gap: SamplerCheck.gap when sampling ahead began; None if nothing is sampled ahead, or
-                if the sampler was not free, so that its weights were set aside and not checked.
-            row_ids: Numbers in the cache of prompts that are learned with the completion in their row.
-            version: See `Sample.version`.
-        """
-        self.prompt_ids = prompt_ids
-        self.row_ids = list(row_ids)
-        self._complete = complete
-        self.sampler_gap = sampler_gap
-        self.version = version
-
-    @cached_property
-    def completions(self) -> list[Completion]:
-        """The completions, one for each of `prompt_ids`. The first access is collective."""
-        return self._complete()
-
-    def state(self) -> dict[str, Any]:
-        """Wait for the completions, and return them and the prompts as a checkpoint holds them."""
-        completions = []
-        for completion in self.completions:
-            completions.append([completion.tokens, completion.log_probs, completion.ended])
-        return {
-            "ids": self.prompt_ids,
-            "completions": completions,
-            "sampler_gap": self.sampler_gap,
-            "row_ids": self.row_ids,
-            "version": self.version,
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any], default_version: int) -> PendingRollout:
-        """Return the rollout whose method `state` returned this.
-
-        `default_version`: the version of its weights if `state` does not have it.
-        """
-
-        def complete() -> list[Completion]:
-            return [Completion(*fields) for fields in state["completions"]]
-
-        # Older checkpoints lack the last three keys.
-        return cls(
-            state["ids"],
-            complete,
-            state.get("sampler_gap"),
-            state.get("row_ids", ()),
-            state.get("version", default_version),
-        )
-
-
 def load_pending(
     states: Sequence[Mapping[str, Any]] | Mapping[str, Any],
     steps_done: int,
     steps_per_rollout: int,
+    samples_segments: bool = False,
 ) -> deque[PendingRollout]:
     """Return the pending rollouts of a checkpoint, in the order in which they are learned from.
 
@@ -254,12 +199,26 @@ def load_pending(
             there could be, without its version.
         steps_done: Optimizer steps of the run so far.
         steps_per_rollout: Optimizer steps that learn from a rollout.
+        samples_segments: Whether the run samples completions in segments (`rl.partial`).
+
+    Raises ConfigError if there are partial completions and the run would not continue them.
     """
     if isinstance(states, Mapping):
         states = [states]
     # Older checkpoints sampled one rollout ahead.
     version = max(0, steps_done - steps_per_rollout)
-    return deque(PendingRollout.from_state(state, version) for state in states)
+    return deque(load_rollout(state, version, samples_segments) for state in states)
+
+
+class DrawnPrompts(NamedTuple):
+    """Prompts that are drawn for a rollout."""
+
+    # The prompts' numbers in the cache, each as often as it is completed.
+    prompt_ids: list[int]
+    # Of the random numbers of each completion, see `Request.key`.
+    keys: list[tuple[int, ...]]
+    # Numbers of prompts that are learned with the completion in their row.
+    row_ids: list[int]
 
 
 @dataclass
@@ -298,6 +257,9 @@ class Rollouts:
     comparison: TeacherComparison | None = None
     # Asks a teacher on servers about all episodes of a rollout; None without one. Collective.
     ask_teacher: Callable[[Episodes], None] | None = None
+    # Find stop texts that begin in one segment of a completion and end in the next one. None: completions
+    # are not sampled in segments.
+    segment_rules: StopRules | None = None
 
     def __post_init__(self) -> None:
         # Activity (generate, reward, infer or train) → seconds that the rollout spent on it so far.
@@ -322,7 +284,12 @@ class Rollouts:
         """
         assert self.plan.steps is not None
         self._load_state(state)
-        pending = load_pending(state.get("ahead", []), steps_done, self.algorithm.steps_per_rollout)
+        pending = load_pending(
+            state.get("ahead", []),
+            steps_done,
+            self.algorithm.steps_per_rollout,
+            self.segment_rules is not None,
+        )
         while steps_done < self.plan.steps:
             self.seconds = {}
             first_position = position
@@ -335,6 +302,7 @@ class Rollouts:
             if self.algorithm.lookahead:
                 with self._add_seconds("generate"):
                     self._draw_ahead(pending, steps_done, position)
+                    self._sample_segments(pending, steps_done)
             learned = self._learned_samples(sampled)
             with self._add_seconds("infer"):
                 episodes, metrics = self._make_episodes(learned)
@@ -365,8 +333,54 @@ class Rollouts:
             if first_step >= (self.plan.steps or 0):
                 return
             first_position = position + rollouts_before * prompts
-            rollout = self._draw(prompts, first_step, first_position, version=steps_done)
+            rollout: PendingRollout
+            if self.segment_rules is None:
+                rollout = self._draw(prompts, first_step, first_position, version=steps_done)
+            else:
+                drawn = self._draw_prompts(prompts, first_position)
+                rollout = PartialRollout(drawn.prompt_ids, drawn.keys, row_ids=drawn.row_ids)
             pending.append(rollout)
+
+    def _sample_segments(self, pending: Sequence[PendingRollout], steps_done: int) -> None:
+        """Have the segments sampled that are due for the present weights, as one call.
+
+        Nothing is sampled if all completions have ended. Collective.
+
+        Args:
+            pending: The rollouts that are drawn and not learned from, in their order.
+            steps_done: Optimizer steps of the run so far. Random numbers depend on it.
+        """
+        if self.segment_rules is None:
+            return
+        max_new_tokens = self.algorithm.generator.max_new_tokens
+        requests: list[Request] = []
+        targets: list[tuple[PartialRollout, int]] = []
+        for rollouts_before, rollout in enumerate(pending, start=1):
+            # A checkpoint of a run that did not sample in segments has whole completions.
+            if not isinstance(rollout, PartialRollout):
+                continue
+            # If all completions of the rollout before ended early, nothing has waited for the last call.
+            rollout.finish_call()
+            due = tokens_due(max_new_tokens, self.algorithm.segments, rollouts_before)
+            prompts = self._requests(self.prompts, rollout.prompt_ids, rollout.keys)
+            for index in rollout.unfinished(due):
+                prompt = prompts[index]
+                so_far = rollout.tokens_so_far(index)
+                request = replace(
+                    prompt,
+                    tokens=[*prompt.tokens, *so_far],
+                    max_new_tokens=due - len(so_far),
+                )
+                requests.append(request)
+                targets.append((rollout, index))
+        if not requests:
+            return
+        scheduled = self.sample_ahead(requests, steps_done)
+        version = self._exported_version(steps_done)
+        call = SegmentCall(scheduled, targets, version, self.segment_rules)
+        gap = self._measured_gap(scheduled)
+        for rollout, _ in targets:
+            rollout.await_call(call, gap)
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from the state in a checkpoint; a new run has an empty one."""
@@ -422,11 +436,32 @@ class Rollouts:
             position: Prompts drawn before this rollout.
             version: Optimizer steps of the run so far, which the weights have learned from.
         """
-        sampled_version: int | None = version
-        if self._server_keeps_weights:
-            sampled_version = None
+        prompt_ids, keys, row_ids = self._draw_prompts(prompts, position)
+        sampled_version = self._exported_version(version)
+        if not self.algorithm.lookahead:
+            sample = partial(self._sample, self.prompts, prompt_ids, keys, first_step, False)
+            return PendingRollout(prompt_ids, sample, None, row_ids, sampled_version)
+        requests = self._requests(self.prompts, prompt_ids, keys)
+        scheduled = self.sample_ahead(requests, first_step)
+        gap = self._measured_gap(scheduled)
+        return PendingRollout(prompt_ids, scheduled.finish, gap, row_ids, sampled_version)
+
+    def _measured_gap(self, scheduled: ScheduledSampling) -> float | None:
+        """Return the gap between sampler and policy; None if the sampler still has earlier weights."""
+        if scheduled.sampling is None:
+            return None
+        # It has begun, so the sampler was compared with the policy just now.
+        return self.sampler_check.gap
+
+    def _draw_prompts(self, prompts: int, position: int) -> DrawnPrompts:
+        """Draw the prompts of a rollout.
+
+        Args:
+            prompts: Number of prompts to draw.
+            position: Prompts drawn before this rollout.
+        """
         prompt_ids: list[int] = []
-        keys: list[tuple[int, int]] = []
+        keys: list[tuple[int, ...]] = []
         row_ids: list[int] = []
         for offset, prompt_id in enumerate(self.curriculum.draw(prompts)):
             if not self._is_sampled(position + offset):
@@ -437,16 +472,13 @@ class Rollouts:
                 # The key has the position and not the prompt, so that a prompt which comes again gets
                 # other completions.
                 keys.append((position + offset, index))
-        if not self.algorithm.lookahead:
-            sample = partial(self._sample, self.prompts, prompt_ids, keys, first_step, False)
-            return PendingRollout(prompt_ids, sample, None, row_ids, sampled_version)
-        requests = self._requests(self.prompts, prompt_ids, keys)
-        scheduled = self.sample_ahead(requests, first_step)
-        gap = None
-        if scheduled.sampling is not None:
-            # It has begun, so the sampler was compared with the policy just now.
-            gap = self.sampler_check.gap
-        return PendingRollout(prompt_ids, scheduled.finish, gap, row_ids, sampled_version)
+        return DrawnPrompts(prompt_ids, keys, row_ids)
+
+    def _exported_version(self, steps_done: int) -> int | None:
+        """Return the version of the present weights, or None if servers sample by their own."""
+        if self._server_keeps_weights:
+            return None
+        return steps_done
 
     @property
     def _server_keeps_weights(self) -> bool:
@@ -678,7 +710,7 @@ class Rollouts:
         self.curriculum.learn(by_domain)
 
     def _requests(
-        self, cache: TokenCache, prompt_ids: list[int], keys: list[tuple[int, int]]
+        self, cache: TokenCache, prompt_ids: list[int], keys: Sequence[tuple[int, ...]]
     ) -> list[Request]:
         """Return requests for some prompts of `cache`, each with its key for random numbers."""
         requests = []
@@ -691,7 +723,7 @@ class Rollouts:
         self,
         cache: TokenCache,
         prompt_ids: list[int],
-        keys: list[tuple[int, int]],
+        keys: Sequence[tuple[int, ...]],
         step: int,
         greedily: bool,
     ) -> list[Completion]:
@@ -726,7 +758,7 @@ class Rollouts:
             cache: The prompts.
             prompt_ids: Their numbers in the cache, each as often as it is completed.
             completions: The completions.
-            version: Of the weights that sampled them, see `Sample.version`.
+            version: Of the weights that sampled them; a PartialCompletion has its own.
             group_size: Number of completions of each prompt, which follow each other.
         """
         if not prompt_ids:
@@ -756,7 +788,7 @@ class Rollouts:
                 reward=reward,
                 applies=score.applies,
                 turns=self._rewarded_turns(completion, score.outcome - penalty),
-                version=version,
+                versions=_versions(completion, version),
             )
             samples.append(sample)
         parts = {}
@@ -920,7 +952,7 @@ class Rollouts:
             prompt_ids = list(range(len(cache)))
             keys = [(prompt_id, 0) for prompt_id in prompt_ids]
             completions = self._sample(cache, prompt_ids, keys, step, True)
-            version = None if self._server_keeps_weights else step
+            version = self._exported_version(step)
             sampled = self._score(cache, prompt_ids, completions, version, group_size=1)
             samples += sampled.samples
             set_sums: dict[str, float] = {}
@@ -1036,27 +1068,35 @@ class Rollouts:
         shown = [self._describe_sample(sample) for sample in samples[:MOST_SHOWN]]
         self.emit(Completions(step=last_step, completions=shown, trained=trained))
 
-    def _staleness(self, last_step: int, samples: list[Sample]) -> int | None:
+    def _staleness(self, last_step: int, samples: list[Sample]) -> float | None:
         """Return the steps between the weights that sampled a rollout and its first step.
 
-        None if nothing is sampled ahead, if the version of the weights is not known, or if nothing was
-        sampled. The samples of a rollout have the same version.
+        It is the mean over all sampled tokens. None if nothing is sampled ahead, if the version of the
+        weights is not known, or if nothing was sampled.
 
         Args:
             last_step: The last optimizer step that is trained on the rollout.
             samples: The samples of the rollout.
         """
-        if not samples:
-            return None
-        version = samples[0].version
-        if version is None or not self.algorithm.lookahead:
+        if not self.algorithm.lookahead:
             return None
         first_step = last_step - self.algorithm.steps_per_rollout
-        return first_step - version
+        steps = 0
+        tokens = 0
+        for sample in samples:
+            for part in sample.versions:
+                if part.version is None:
+                    return None
+                steps += (first_step - part.version) * part.tokens
+                tokens += part.tokens
+        if not tokens:
+            return None
+        return steps / tokens
 
     def _describe_sample(self, sample: Sample) -> dict[str, Any]:
         """Return a sample as the event of completions shows it."""
         completion = sample.completion
+        versions = [part._asdict() for part in sample.versions]
         description = {
             "prompt": self.prompts.meta(sample.prompt_id)["prompt"],
             "text": self.decode(completion.tokens)[:MOST_TEXT],
@@ -1064,7 +1104,8 @@ class Rollouts:
             "domain": sample.domain,
             "ended": completion.ended,
             "tokens": completion.length,
-            "version": sample.version,
+            "version": versions[0]["version"],
+            "versions": versions,
         }
         if isinstance(completion, Conversation):
             description["messages"] = shorten_messages(completion)
@@ -1075,6 +1116,16 @@ class Rollouts:
 def _states(pending: list[PendingRollout]) -> list[dict[str, Any]]:
     """Wait for the completions of all pending rollouts, and return them as a checkpoint holds them."""
     return [rollout.state() for rollout in pending]
+
+
+def _versions(completion: Completion, version: int | None) -> tuple[VersionedTokens, ...]:
+    """Return the versions of the weights that sampled a completion.
+
+    `version`: of all of its tokens, unless it is a PartialCompletion.
+    """
+    if isinstance(completion, PartialCompletion):
+        return completion.versions
+    return (VersionedTokens(version, completion.length),)
 
 
 def _prompt_tokens(cache: TokenCache, prompt_id: int) -> list[int]:

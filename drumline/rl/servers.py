@@ -529,18 +529,18 @@ class ServedGenerator(ServerClient):
         def complete(server: Server, request: Request) -> Completion:
             """Return a server's completion of a request, checked."""
             completion = self.complete(server, request, step)
-            self._require_possible(server, completion)
+            self._require_possible(server, request, completion)
             return completion
 
         return self.answer_all(requests, complete, self.config.batch)
 
-    def _require_possible(self, server: Server, completion: Completion) -> None:
+    def _require_possible(self, server: Server, request: Request, completion: Completion) -> None:
         """Raise ServerError for a completion that the policy cannot have been asked for.
 
         A token that the policy does not have is a refusal, since that server has another model.
         """
         tokens = len(completion.tokens)
-        limit = self.config.max_new_tokens
+        limit = request.limit(self.config.max_new_tokens)
         if tokens > limit:
             what = f"{server.url} gave {tokens} tokens, and at most {limit} were requested"
             raise server.fault(what, self.kind.what_to_check)

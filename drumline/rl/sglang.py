@@ -86,7 +86,7 @@ class RemoteSGLang(ServedGenerator):
             top_k = -1
         return {
             "n": 1,
-            "max_new_tokens": config.max_new_tokens,
+            "max_new_tokens": request.limit(config.max_new_tokens),
             "sampling_seed": request_seed(self.seed, step, request.key),
             "temperature": config.temperature,
             "top_p": config.top_p,

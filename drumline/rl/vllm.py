@@ -79,7 +79,7 @@ def sampling_options(
     """
     return {
         "n": 1,
-        "max_tokens": config.max_new_tokens,
+        "max_tokens": request.limit(config.max_new_tokens),
         "seed": request_seed(seed, step, request.key),
         "temperature": config.temperature,
         "top_p": config.top_p,

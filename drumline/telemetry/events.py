@@ -280,9 +280,9 @@ class Rollout(Event, kind="rollout"):
     # weights were sent; null if the policy itself samples, if a server keeps its own weights, or if
     # the weights were sent later (`ahead` above 1).
     sampler_gap: float | None = None
-    # Optimizer steps between the weights that sampled it and the first step that trains on it; null if
-    # nothing is sampled ahead, or a server keeps its own weights.
-    staleness: int | None = None
+    # Optimizer steps between the weights that sampled it and the first step that trains on it, as a mean
+    # over its sampled tokens; null if nothing is sampled ahead, or a server keeps its own weights.
+    staleness: float | None = None
     # Address of a server that was lost and is not back yet → why.
     lost_servers: Mapping[str, str] | None = None
     # Whether steps trained on it. If its rewards end the run, none does and `step` is not reached.

@@ -30,8 +30,9 @@ class Completions(Event, kind="completions"):
 
     step: int  # number of optimizer steps once all that train on this rollout are done
     # Each has `prompt` (a text or messages), `text` (the first 4,000 characters), `reward` (null
-    # where it failed), `domain`, `ended`, `tokens` and `version` (the steps after which the weights
-    # that sampled it were exported; null if a server keeps its own). With an environment also `messages` (all
+    # where it failed), `domain`, `ended`, `tokens`, `version` (the steps after which the weights
+    # that sampled its first token were exported; null if a server keeps its own) and `versions` (of all
+    # weights that sampled it, one after another, each with `version` and the number of `tokens`). With an environment also `messages` (all
     # turns, their first 4,000 characters together, calls of tools included; long arguments of a call
     # are the beginning of their JSON) and `failure` (why the environment failed, or null). The
     # messages of the model have `reward` (the environment's for this turn, or null) and

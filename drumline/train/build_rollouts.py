@@ -27,6 +27,7 @@ from drumline.plan.plan import Plan
 from drumline.rl.conversations import Conversations
 from drumline.rl.curriculum import Curriculum
 from drumline.rl.environments import Environments
+from drumline.rl.generate import StopRules
 from drumline.rl.reading import (
     CollateEpisodes,
     EpisodeReader,
@@ -115,6 +116,10 @@ def build_rollouts(
     for name, folder in data.eval_caches.items():
         held_out[name] = TokenCache.open(folder)
     shuffles = config.data.order == "shuffle"
+    segment_rules: StopRules | None = None
+    if spec.segments > 1:
+        # A generator finds the tokens that end a completion by itself.
+        segment_rules = StopRules(frozenset(), spec.generator.stop, tokenizer)
     rollouts = Rollouts(
         plan=plan,
         algorithm=spec,
@@ -133,6 +138,7 @@ def build_rollouts(
         decode=partial(tokenizer.decode, skip_special_tokens=True),
         emit=emit,
         conversations=build_conversations(plan, spec, generate),
+        segment_rules=segment_rules,
     )
     batches = rollouts.stream(state.step, state.position, state.stream)
     teaching = spec.teaching

@@ -120,9 +120,10 @@ def slow_rewards(folder: Path, model: Path, options: dict[str, Any]) -> Path:
         {"minibatches": 2, "epochs": 2, "dynamic_sampling": 1},
         {"minibatches": 4, "ahead": 1},
         {"minibatches": 2, "ahead": 3},
+        {"minibatches": 2, "ahead": 3, "partial": True},
         {"minibatches": 4, **IN_TURNS},
     ],
-    ids=["one after another", "ahead", "far ahead", "in turns"],
+    ids=["one after another", "ahead", "far ahead", "in segments", "in turns"],
 )
 def test_killed_in_a_rollout_then_resumed(
     model: Path, tmp_path: Path, options: dict[str, Any]

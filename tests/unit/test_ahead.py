@@ -13,8 +13,9 @@ import torch
 from drumline.errors import ConfigError
 from drumline.rl.ahead import BackgroundSampling
 from drumline.rl.generate import Completion, InferenceCopy, Request
+from drumline.rl.pending import PendingRollout
 from drumline.rl.restarts import CheckedSampling
-from drumline.rl.rollouts import PendingRollout, load_pending
+from drumline.rl.rollouts import load_pending
 from drumline.telemetry.events import Rollout
 from tests.tiny import read_model
 from tests.unit.report_runs import story

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,40 @@ def test_the_host_reads_nothing_of_a_token_but_the_token(model: Any, padded: boo
     assert short == long
 
 
+@pytest.mark.parametrize("kind", ["hf", "continuous"])
+def test_requests_have_limits_of_their_own(model: Any, kind: str) -> None:
+    def sample(limits: list[int | None]) -> Completions:
+        requests = []
+        for request, limit in zip(prompts(), limits, strict=True):
+            requests.append(replace(request, max_new_tokens=limit))
+        if kind == "hf":
+            return generate(model, requests)
+        return continuous(model).generate(requests, 0)
+
+    free = sample([None] * len(TEXTS))
+    limits = [3, None, 1, 99, 24, 5]
+    cut = sample(limits)
+    for completion, whole, limit in zip(cut, free, limits, strict=True):
+        kept = min(24 if limit is None else limit, whole.length)
+        assert completion.tokens == whole.tokens[:kept]
+        assert completion.log_probs == pytest.approx(whole.log_probs[:kept], abs=1e-5)
+        assert completion.ended == (whole.ended and kept == whole.length)
+    assert [completion.length for completion in cut] != [completion.length for completion in free]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_row_is_cut_at_its_own_limit(is_late: bool) -> None:
+    tokens_BT = torch.tensor([[9, 5, 2, 7], [9, 5, 6, 7], [9, 5, 6, 2]])
+    rules = StopRules(frozenset({2}), (), None)
+    ends = StopCriteria(rules, limits=[2, 2, 3], prompt_width=1, is_late=is_late)
+    for width in (2, 3, 4):
+        ends(tokens_BT[:, :width], None)
+    assert not ends.should_continue()
+    ends.read_all()
+    assert ends.lengths == [2, 2, 3]
+    assert ends.are_complete == [True, False, True]
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_completion_that_is_read_one_token_late_ends_at_the_same_token(is_late: bool) -> None:
     rows = [
@@ -250,9 +285,8 @@ def test_a_completion_that_is_read_one_token_late_ends_at_the_same_token(is_late
     rules = StopRules(frozenset({2}), (), None)
     ends = StopCriteria(
         rules,
-        rows=3,
+        limits=[5, 5, 5],
         prompt_width=2,
-        max_new_tokens=5,
         is_late=is_late,
     )
     for width in (3, 4, 5):
@@ -268,7 +302,8 @@ def test_a_completion_that_is_read_one_token_late_ends_at_the_same_token(is_late
     assert not ends.should_continue(), "all tokens are there that it may have"
 
     ends.read_all()
-    assert ends.lengths == [2, 3, None]
+    assert ends.lengths == [2, 3, 5]
+    assert ends.are_complete == [True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -616,8 +616,14 @@ def test_host_memory() -> None:
 
 
 def test_weights_that_wait_for_a_sampler_are_in_host_memory() -> None:
-    def host(ahead: int, **generator: Any) -> HostMemory:
-        algorithm = {"kind": "grpo", "group_size": 4, "ahead": ahead, "generator": generator}
+    def host(ahead: int, partial: bool = False, **generator: Any) -> HostMemory:
+        algorithm = {
+            "kind": "grpo",
+            "group_size": 4,
+            "ahead": ahead,
+            "partial": partial,
+            "generator": generator,
+        }
         return host_memory_of("fsdp2", algorithm=algorithm, precision="bf16")
 
     ranks = min(8, CLUSTER.per_node)
@@ -630,6 +636,8 @@ def test_weights_that_wait_for_a_sampler_are_in_host_memory() -> None:
     assert far.train - now.train == ranks * 3 * 2 * FACTS.parameters
     assert far.save - now.save == ranks * 3 * 2 * FACTS.parameters
     assert far.load == now.load
+    # In segments, the sampler is free whenever the weights change.
+    assert host(4, partial=True, kind="hf").train == now.train
     # Those for a server are files.
     server = {"kind": "vllm", "url": "http://a"}
     assert host(4, **server).train == host(1, **server).train
@@ -640,6 +648,7 @@ def test_weights_that_wait_for_a_sampler_are_in_host_memory() -> None:
 
     assert host(0, **network).train - host(0, **server).train == of_policy
     assert host(4, **network).train - host(4, **server).train == 4 * of_policy
+    assert host(4, partial=True, **network).train - host(4, **server).train == of_policy
     assert host(4, **network).load == host(4, **server).load
 
     adapter = {**network, "weights": "adapter"}

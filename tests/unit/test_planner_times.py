@@ -196,6 +196,9 @@ def test_sampling_is_bound_by_memory() -> None:
     )
     handed = taken("fsdp2", algorithm=algorithm)
     assert handed.rollout > kept.rollout, "who keeps its own weights is sent none"
+    ahead = taken("ddp", algorithm={**algorithm, "ahead": 4})
+    segments = taken("ddp", algorithm={**algorithm, "ahead": 4, "partial": True})
+    assert segments.rollout < ahead.rollout, "a call reads the weights for a quarter of the tokens"
     whole, live = (
         taken(kind, algorithm={**algorithm, "generator": {"kind": "hf"}}).rollout
         for kind in ("zero2", "ddp")

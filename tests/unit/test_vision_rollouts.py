@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,35 @@ def test_what_is_sampled_is_the_policy(vision: Vision) -> None:
     alone = generator.generate(requests[:1], step=0)[0]
 
     assert alone.tokens == completions[0].tokens
+
+
+def test_a_completion_is_continued_behind_its_images(vision: Vision) -> None:
+    """As partial rollouts do; greedily, so that the rest is that of the whole completion."""
+    cache = prompts_of(Path(vision.path).parent, vision, max_length=256)
+    generator = HFGenerator(
+        HFSection(max_new_tokens=NEW_TOKENS, batch=4, top_k=1),
+        built(vision),
+        load_tokenizer(vision.path, vision.model),
+        seed=0,
+        vision=VisionPrompts(partial(image_arguments, vision=vision), vision.token_id),
+    )
+    requests = []
+    for sample in range(len(cache)):
+        tokens = cache.segments(sample)[0][0].tolist()
+        requests.append(Request(tokens, (sample, 0), cache.meta(sample)))
+    wholes = generator.generate(requests, step=0)
+    begun = []
+    expected = []
+    for request, whole in zip(requests, wholes, strict=True):
+        if whole.length > 2:
+            tokens = [*request.tokens, *whole.tokens[:2]]
+            begun.append(replace(request, tokens=tokens, max_new_tokens=NEW_TOKENS - 2))
+            expected.append(whole)
+    assert begun
+    for rest, whole in zip(generator.generate(begun, step=2), expected, strict=True):
+        assert rest.tokens == whole.tokens[2:]
+        assert rest.log_probs == pytest.approx(whole.log_probs[2:], abs=1e-4)
+        assert rest.ended == whole.ended
 
 
 def test_rewards_read_the_paths_of_images(vision: Vision) -> None:

@@ -94,6 +94,12 @@ class GRPOConfig(PromptSpec):
         description="How many rollouts are sampled ahead, while an earlier one is learned from. The weights that sample a rollout are"
         " then older by as many rollouts. Requires `importance`, which is then token if it is not set. 0: nothing is sampled ahead.",
     )
+    partial: bool = Field(
+        False,
+        description="Continue long completions across weight changes: each is sampled in `ahead` segments of max_new_tokens / ahead"
+        " tokens, the next one by newer weights, so that learning waits for a segment and not for the longest completion (partial"
+        " rollouts: Kimi k1.5, 2025). Requires `ahead` 2 or more.",
+    )
     importance_cap: float = Field(
         2.0, gt=1, le=MOST_WEIGHT, description="importance: the largest weight."
     )
@@ -145,6 +151,15 @@ class GRPOConfig(PromptSpec):
         return self
 
     @model_validator(mode="after")
+    def _has_segments(self) -> GRPOConfig:
+        """Refuse `partial` if completions would have a single segment."""
+        if self.partial and self.ahead < 2:
+            raise ValueError(
+                "partial samples a completion in as many segments as ahead says: set ahead to 2 or more, or take partial out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _cuts_above_the_clip(self) -> GRPOConfig:
         """Refuse a `delta` that would clip ratios within the bounds of the clip."""
         if self.delta is None:
@@ -173,6 +188,13 @@ class GRPOConfig(PromptSpec):
     def lookahead(self) -> int:
         """The number of rollouts that may be pending while another one is trained on: the key `ahead`."""
         return self.ahead
+
+    @property
+    def segments(self) -> int:
+        """The most segments of a completion: `ahead` with `partial`, else 1."""
+        if self.partial:
+            return self.ahead
+        return 1
 
     @property
     def rounds(self) -> int:

@@ -899,12 +899,12 @@ def held_weights_bytes(layout: Layout, facts: ModelFacts) -> int:
     """Return the most bytes of weights that a rank has set aside in host memory for later rollouts.
 
     With `algorithm.ahead: N` the sampler works on one of N pending rollouts, and the weights of the
-    others wait (`rl.ahead`). Those for servers wait as files, or on rank 0 alone
-    (`sent_weights_bytes`). A copy of the model takes weights in its own type, and vLLM in this process
-    takes them as the policy stores them.
+    others wait (`rl.ahead`). With `partial` none wait, as the sampler is always free when weights change.
+    Those for servers wait as files, or on rank 0 alone (`sent_weights_bytes`). A copy of the model takes
+    weights in its own type, and vLLM in this process takes them as the policy stores them.
     """
     rollout = layout.config.algorithm.rollout
-    if rollout is None or rollout.lookahead < 2:
+    if rollout is None or rollout.lookahead < 2 or rollout.segments > 1:
         return 0
     bytes_of_entry = PRECISION_BYTES[layout.precision]
     if isinstance(rollout.generator, ServerGenerator):
@@ -926,7 +926,9 @@ def sent_weights_bytes(layout: Layout, facts: ModelFacts) -> int:
         return 0
     if rollout.generator.transport != "network" or rollout.generator.weights != "folder":
         return 0
-    versions = max(1, rollout.lookahead)
+    versions = 1
+    if rollout.segments == 1:
+        versions = max(1, rollout.lookahead)
     return math.ceil(versions * PRECISION_BYTES[layout.precision] * facts.parameters)
 
 
@@ -951,10 +953,12 @@ def _sampling_bytes(layout: Layout, facts: ModelFacts) -> float:
     generator = generator_of(layout)
     if generator is None or isinstance(generator, ServerGenerator):
         return 0.0
+    new_tokens = generator.max_new_tokens
     if rollout is None:
         samples = layout.config.eval.samples
     else:
-        samples = rollout.episodes_of_rollout(layout.batch.global_samples)
+        new_tokens = math.ceil(new_tokens / rollout.segments)
+        samples = rollout.segments * rollout.episodes_of_rollout(layout.batch.global_samples)
     samples_of_rank = math.ceil(samples / layout.mesh.world_size)
     sequences = min(generator.batch, samples_of_rank)
     bytes_per_entry = PRECISION_BYTES[layout.precision]
@@ -962,8 +966,9 @@ def _sampling_bytes(layout: Layout, facts: ModelFacts) -> float:
     # Keys and values, each as long as a whole sequence.
     cache = 2.0 * facts.layers * key_width * bytes_per_entry * layout.max_length * sequences
     logits = SAMPLED_LOGITS * FP32_BYTES * sequences * facts.vocab_size
-    # No activations are kept of the forward of the prompts.
-    prompt_tokens = sequences * max(1, layout.max_length - generator.max_new_tokens)
+    # No activations are kept of the forward of the prompts. Of a later segment the prompt includes the
+    # earlier ones.
+    prompt_tokens = sequences * max(1, layout.max_length - new_tokens)
     prompts = prompt_tokens * formula(layout, facts).live_forward
     return cache + logits + prompts
 

@@ -395,7 +395,7 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
 
     Each completion is taken to have `max_new_tokens`, and each episode its most turns.
     Log-probabilities, values and rewards by models are one forward each. Rewards by functions and
-    environments run on the host and are not counted.
+    environments run on the host and are not counted, nor is the reading of prompts.
     """
     rollout = layout.config.algorithm.rollout
     if rollout is None:
@@ -404,17 +404,18 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
     generator = rollout.generator
     episodes = rollout.episodes_of_rollout(layout.batch.global_samples)
     sampled = episodes * rollout.sampled_share
-    episodes_of_rank = math.ceil(sampled / world)
-    batch = min(generator.batch, episodes_of_rank)
+    # In segments, one call has those of as many rollouts, and each is shorter by the same factor.
+    sequences_of_rank = math.ceil(sampled * rollout.segments / world)
+    batch = min(generator.batch, sequences_of_rank)
     rate = cluster.rate(layout.precision, batch, facts.hidden) or cluster.rate("fp32")
 
     token = _token_seconds(layout, facts, cluster, generator, batch, rate)
     # Batches run one after the other.
-    batches = math.ceil(episodes_of_rank / batch)
-    tokens_of_episode = rollout.turns * generator.max_new_tokens
+    batches = math.ceil(sequences_of_rank / batch)
+    tokens_of_sequence = rollout.turns * math.ceil(generator.max_new_tokens / rollout.segments)
     if rollout.environment is not None:
-        tokens_of_episode = min(tokens_of_episode, rollout.environment.max_tokens)
-    sampling = batches * tokens_of_episode * token
+        tokens_of_sequence = min(tokens_of_sequence, rollout.environment.max_tokens)
+    sampling = batches * tokens_of_sequence * token
     flops_per_token = _reading_flops(layout, facts, rollout, sampled)
     scoring = flops_per_token * layout.max_length / world / rate
     refreshing = _refresh_seconds(layout, facts, cluster, generator)
