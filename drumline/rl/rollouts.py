@@ -1078,8 +1078,6 @@ class Rollouts:
             last_step: The last optimizer step that is trained on the rollout.
             samples: The samples of the rollout.
         """
-        if not self.algorithm.lookahead:
-            return None
         first_step = last_step - self.algorithm.steps_per_rollout
         steps = 0
         tokens = 0
@@ -1089,7 +1087,7 @@ class Rollouts:
                     return None
                 steps += (first_step - part.version) * part.tokens
                 tokens += part.tokens
-        if not tokens:
+        if not tokens or not self.algorithm.lookahead:
             return None
         return steps / tokens
 
@@ -1104,7 +1102,7 @@ class Rollouts:
             "domain": sample.domain,
             "ended": completion.ended,
             "tokens": completion.length,
-            "version": versions[0]["version"],
+            "version": versions[0]["version"] if versions else None,
             "versions": versions,
         }
         if isinstance(completion, Conversation):
