@@ -153,7 +153,6 @@ ARCHITECTURES = {
 
 def tiny_architecture_dir(path: Path, kind: str, layers: int = 4, **changes: Any) -> Path:
     """`tiny_model_dir` of one of ARCHITECTURES. `changes`: of its config."""
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     tokenizer = tiny_tokenizer()
@@ -169,11 +168,24 @@ def tiny_architecture_dir(path: Path, kind: str, layers: int = 4, **changes: Any
     key = {"gpt2": "n_layer", "t5": "num_layers"}.get(kind, "num_hidden_layers")
     depth = {key: layers}
     values = {**ARCHITECTURES[kind], **ids, **depth, **changes}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = auto_class.from_config(AutoConfig.for_model(kind, **values))
+    model = random_model(auto_class, AutoConfig.for_model(kind, **values))
     if kind == "qwen3_5_text":
         let_states_last(model)
+    return save_model(path, model, tokenizer)
+
+
+def random_model(auto_class: Any, config: Any, seed: int = 0) -> Any:
+    """Return a model with random weights, without a change of torch's own random numbers."""
+    import torch
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return auto_class.from_config(config)
+
+
+def save_model(path: Path, model: Any, tokenizer: Any) -> Path:
+    """Save a model and its tokenizer to folder `path`; returns `path`."""
+    path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
@@ -223,10 +235,7 @@ def tiny_model_dir(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
-    path.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return save_model(path, model, tokenizer)
 
 
 def read_model(folder: Path, dtype: Any = None) -> Any:
@@ -270,7 +279,6 @@ def tiny_vision_dir(
 
     Patches of 4 x 4 pixels, four to an image token; images of 8 x 8 to 24 x 24 pixels stay as they are.
     """
-    import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -320,12 +328,8 @@ def tiny_vision_dir(
         vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=True,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(config)
-    path.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    model = random_model(AutoModelForImageTextToText, config, seed)
+    save_model(path, model, tokenizer)
     processor = Qwen2VLImageProcessorPil(
         patch_size=4,
         merge_size=2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.tiny import tiny_tokenizer
+from tests.tiny import random_model, save_model, tiny_tokenizer
 from tests.tiny_vision import TEXT, TOWER
 
 # Its tower reads patches of 4 × 4 pixels, four to a token.
@@ -101,7 +101,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def tiny_published_dir(path: Path, model_type: str, seed: int = 0) -> Path:
     """Save a random model in fp32 to `path`, with its tower and a tokenizer."""
-    import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     tokenizer = tiny_tokenizer()
@@ -115,10 +114,5 @@ def tiny_published_dir(path: Path, model_type: str, seed: int = 0) -> Path:
         for key in keys:
             if hasattr(config, key):
                 setattr(config, key, tokenizer.convert_tokens_to_ids(token))
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(config)
-    path.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    model = random_model(AutoModelForImageTextToText, config, seed)
+    return save_model(path, model, tokenizer)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.tiny import VISION_SPECIAL, let_states_last, tiny_tokenizer
+from tests.tiny import (
+    VISION_SPECIAL,
+    let_states_last,
+    random_model,
+    save_model,
+    tiny_tokenizer,
+)
 
 # Each tower sees tiles of 16 × 16 pixels in patches of 4 × 4, and has 4 tokens for one.
 SIDE = 16
@@ -223,7 +229,6 @@ def family_processor(model_type: str) -> Any:
 
 def tiny_family_dir(path: Path, model_type: str, seed: int = 0) -> Path:
     """Save a random model of a family in fp32 to `path`, with all that belongs to it."""
-    import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     special = SPECIAL.get(model_type, VISION_SPECIAL)
@@ -234,12 +239,8 @@ def tiny_family_dir(path: Path, model_type: str, seed: int = 0) -> Path:
     text = {**TEXT, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     config = AutoConfig.for_model(model_type, **family_config(model_type, ids, text))
     config.pad_token_id = tokenizer.pad_token_id
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(config)
+    model = random_model(AutoModelForImageTextToText, config, seed)
     let_states_last(model)
-    path.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    save_model(path, model, tokenizer)
     family_processor(model_type).save_pretrained(path)
     return path

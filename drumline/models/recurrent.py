@@ -114,14 +114,22 @@ def separate(model: Any, separated: SeparatedLayers) -> None:
 
 
 def separated_layers(model: nn.Module) -> list[Any]:
-    """Return the layers that run by documents, each once: a block may lie within another one."""
+    """Return the layers that run by documents."""
     separated: SeparatedLayers | None = getattr(model, "_drumline_separated", None)
-    found: dict[nn.Module, None] = {}
     if separated is None:
         return []
+    return layers_of_classes(model, separated.classes)
+
+
+def layers_of_classes(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[Any]:
+    """Return the layers within blocks that are of some classes.
+
+    Each is there once, although a block may lie within another one.
+    """
+    found: dict[nn.Module, None] = {}
     for block in blocks(model):
         for layer in block.modules():
-            if isinstance(layer, separated.classes):
+            if isinstance(layer, classes):
                 found[layer] = None
     return list(found)
 

@@ -15,7 +15,6 @@ B rows, T tokens of a row, t = T / N of a part, N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -23,22 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drumline.models.blocks import blocks
-from drumline.models.recurrent import first_tensor, replace_first
+from drumline.models.recurrent import first_tensor, layers_of_classes, replace_first
 from drumline.models.sequence import SequencePart
 from drumline.vendor.torch import tree_map_only
 
 
 def use_whole_rows(
-    model: nn.Module, part: SequencePart, classes: Collection[type[nn.Module]]
+    model: nn.Module, part: SequencePart, classes: tuple[type[nn.Module], ...]
 ) -> None:
     """Let the layers of some classes within blocks run on whole rows while sequences are cut."""
-    found: dict[Any, None] = {}
-    for block in blocks(model):
-        for layer in block.modules():
-            if isinstance(layer, tuple(classes)):
-                found[layer] = None
-    for layer in found:
+    for layer in layers_of_classes(model, classes):
         layer.forward = partial(_run_on_whole_rows, part, layer.forward)
 
 

@@ -40,7 +40,14 @@ from tests.harness import (
     write_config,
     write_rows,
 )
-from tests.tiny import ARCHITECTURES, let_states_last, tiny_architecture_dir, tiny_tokenizer
+from tests.tiny import (
+    ARCHITECTURES,
+    let_states_last,
+    random_model,
+    save_model,
+    tiny_architecture_dir,
+    tiny_tokenizer,
+)
 from tests.tiny_vision import tiny_family_dir
 from tests.unit.test_adapted_experts import MIXTURES
 from tests.unit.test_recurrent import MODELS as HYBRIDS
@@ -108,13 +115,10 @@ def write_model(folder: Path, kind: str) -> Path:
     auto_class: Any = transformers.AutoModelForCausalLM
     if kind in SEQ2SEQ:
         auto_class = transformers.AutoModelForSeq2SeqLM
-    torch.manual_seed(0)
-    model = auto_class.from_config(AutoConfig.for_model(kind, **values))
+    model = random_model(auto_class, AutoConfig.for_model(kind, **values))
     if kind in HYBRIDS:
         let_states_last(model)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_model(folder, model, tokenizer)
 
 
 class Planner:

@@ -18,6 +18,7 @@ from tests.distributed.setups import (
     same_evaluations,
     train,
 )
+from tests.distributed.test_environments import ENVIRONMENT
 from tests.harness import column, events, same_tensors, weights
 from tests.tiny import tiny_model_dir
 
@@ -53,14 +54,6 @@ COMMON: dict[str, Any] = {"group_size": 4, "loss_chunk": 32, "generator": GENERA
 LENGTH = {"kind": "length", "free": 2, "limit": 6, "weight": 0.5}
 RANKED = [of_group("rank"), of_group("different", weight=0.5), LENGTH]
 GRPO = {"kind": "grpo", "importance": "token", "rewards": RANKED, **COMMON}
-ENVIRONMENT = {
-    "kind": "class",
-    "path": "tests.episodes:Vowels",
-    "turns": 4,
-    "max_tokens": 64,
-    # On a machine that is busy with other tests.
-    "timeout_seconds": 60,
-}
 CASES: dict[str, dict[str, Any]] = {
     "grpo": GRPO,
     "dynamic": {

@@ -9,60 +9,40 @@ from typing import Any
 
 import pytest
 
-from drumline.rl.sampler_check import PROMPTS
+from drumline.rl.sampler_check import PROMPTS as PROBES
+from tests.distributed.ahead_runs import (
+    GROUP,
+    PROMPTS,
+    STEP,
+    STEPS,
+    STEPS_PER_ROLLOUT,
+    figures,
+    grpo,
+    plan_ahead,
+    require_equal,
+    train_alone,
+)
 from tests.distributed.ranks import run_plans
-from tests.distributed.setups import EIGHT_BY_TWO, SAVED_TWICE, UNSAVED, copy_checkpoint, plan_in
+from tests.distributed.setups import SAVED_TWICE, UNSAVED, copy_checkpoint
 from tests.harness import Sections, column, events, same_tensors, weights
 from tests.sglang_stub import SGLangStub
 from tests.tiny import read_model, tiny_model_dir
 from tests.vllm_stub import StubServer
 
 pytestmark = pytest.mark.timeout(900)
-STEPS = 10
-# Each rollout has 4 prompts with 4 completions each, and two steps learn from it.
-EPISODES, STEPS_PER_ROLLOUT = 16, 2
 ROLLOUTS = STEPS // STEPS_PER_ROLLOUT
 AHEAD = 3
 MAX_NEW_TOKENS = 13
 # Of a segment: 13 tokens in three segments are 5, 5 and 3.
 MOST_TOKENS = 5
-GRPO: Sections = {
-    "kind": "grpo",
-    "group_size": 4,
-    "minibatches": STEPS_PER_ROLLOUT,
-    "ahead": AHEAD,
-    "partial": True,
-    "loss_chunk": 32,
-    "generator": {"kind": "hf", "max_new_tokens": MAX_NEW_TOKENS},
-    "rewards": [
-        {"kind": "regex", "pattern": "[aeiou]", "full": False},
-        {"kind": "length", "free": 2, "limit": 13, "weight": 0.5},
-    ],
-    "curriculum": {"kind": "success"},
-}
-SOURCES = [
-    {"kind": "file", "path": "train.jsonl", "domain": "one", "limit": 10},
-    {"kind": "file", "path": "train.jsonl", "domain": "two", "limit": 20},
-]
-STEP = ("loss", "grad_norm", "tokens", "importance_mean", "ratio_max")
-ROLLOUT = ("reward", "length", "length_max", "drawn", "staleness")
+GRPO = grpo(MAX_NEW_TOKENS, ahead=AHEAD, partial=True)
 
 
-def plan(root: Path, name: str, world_size: int, **options: Any) -> Path:
-    """Plan a run. `options`: keys of its algorithm, and `checkpoint`."""
-    checkpoint = options.pop("checkpoint", UNSAVED)
-    return plan_in(
-        root,
-        name,
-        world_size,
-        root / "model",
-        algorithm={**GRPO, **options},
-        data={"train": SOURCES, "eval": []},
-        batch=EIGHT_BY_TWO,
-        optimizer={"lr": 1e-2},
-        run={"steps": STEPS, "seed": 3},
-        checkpoint=checkpoint,
-    )
+def plan(
+    root: Path, name: str, world_size: int, checkpoint: Sections = UNSAVED, **options: Any
+) -> Path:
+    """Plan a run. `options`: keys of its algorithm."""
+    return plan_ahead(root, name, world_size, {**GRPO, **options}, checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -75,23 +55,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(root: Path) -> Path:
     """The run of one process, with a checkpoint after each rollout."""
-    path = plan(root, "alone", 1, checkpoint={**SAVED_TWICE, "keep": 5})
+    return train_alone(root, GRPO)
+
+
+def train_by(root: Path, name: str, sampler: Sections) -> Path:
+    """Train in one process by another generator. Returns the run's folder."""
+    path = plan(root, name, 1, generator={**sampler, "max_new_tokens": MAX_NEW_TOKENS})
     run_plans([path], 1)
     return path.parent
-
-
-def figures(run: Path, kind: str, keys: tuple[str, ...]) -> list[list[Any]]:
-    return [[event[key] for key in keys] for event in events(run, kind)]
-
-
-def require_equal(run: Path, expected_run: Path, tolerance: float) -> None:
-    """Assert that two runs learned the same from the same rollouts."""
-    for kind, keys in (("step", STEP), ("rollout", ROLLOUT)):
-        found = figures(run, kind, keys)
-        expected = figures(expected_run, kind, keys)
-        assert len(found) == len(expected)
-        for values, wanted in zip(found, expected, strict=True):
-            assert values == pytest.approx(wanted, rel=tolerance, abs=tolerance / 100)
 
 
 def versions_by_simulation() -> list[list[int]]:
@@ -216,11 +187,9 @@ class LimitedServer(StubServer):
 
 def test_no_call_to_a_server_is_longer_than_a_segment(root: Path, alone: Path) -> None:
     with LimitedServer(read_model(root / "model")) as server:
-        sampler = {"kind": "vllm", "url": server.url, "max_new_tokens": MAX_NEW_TOKENS}
-        path = plan(root, "served", 1, generator=sampler)
-        run_plans([path], 1)
+        served = train_by(root, "served", {"kind": "vllm", "url": server.url})
     # The server's completions are those of the policy's own sampler.
-    require_equal(path.parent, alone, 1e-4)
+    require_equal(served, alone, 1e-4)
     # Rollout 0 is sampled whole, and before each rollout but the last one there is a call for later ones.
     assert server.loads == ROLLOUTS
     asked = [(call, tokens) for call, tokens in server.limits if call > 2]
@@ -228,20 +197,16 @@ def test_no_call_to_a_server_is_longer_than_a_segment(root: Path, alone: Path) -
     # Each call has at most a segment of each completion of three rollouts, and the prompts of a probe.
     for call in {call for call, _ in asked}:
         requests = [tokens for each, tokens in asked if each == call]
-        assert len(requests) <= AHEAD * EPISODES + PROMPTS
-    assert all(gap is not None for gap in column(path.parent, "sampler_gap", "rollout"))
+        assert len(requests) <= AHEAD * PROMPTS * GROUP + PROBES
+    assert all(gap is not None for gap in column(served, "sampler_gap", "rollout"))
 
 
 def test_sglang_and_continuous_batching_sample_segments_alike(root: Path, alone: Path) -> None:
     with SGLangStub(read_model(root / "model")) as server:
-        sampler = {"kind": "sglang", "url": server.url, "max_new_tokens": MAX_NEW_TOKENS}
-        path = plan(root, "sglang", 1, generator=sampler)
-        run_plans([path], 1)
-    require_equal(path.parent, alone, 1e-4)
-    sampler = {"kind": "continuous", "max_new_tokens": MAX_NEW_TOKENS}
-    path = plan(root, "continuous", 1, generator=sampler)
-    run_plans([path], 1)
-    require_equal(path.parent, alone, 1e-4)
+        by_sglang = train_by(root, "sglang", {"kind": "sglang", "url": server.url})
+    require_equal(by_sglang, alone, 1e-4)
+    continuous = train_by(root, "continuous", {"kind": "continuous"})
+    require_equal(continuous, alone, 1e-4)
 
 
 def test_completions_that_have_ended_are_not_continued(root: Path) -> None:

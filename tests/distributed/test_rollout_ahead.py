@@ -12,38 +12,30 @@ import pytest
 import torch
 
 from drumline.rl.generate import request_seed
+from tests.distributed.ahead_runs import (
+    GROUP,
+    PROMPTS,
+    ROLLOUT,
+    SEED,
+    STEP,
+    STEPS,
+    STEPS_PER_ROLLOUT,
+    figures,
+    grpo,
+    plan_ahead,
+    require_equal,
+    train_alone,
+)
 from tests.distributed.ranks import run_plans
-from tests.distributed.setups import EIGHT_BY_TWO, SAVED_TWICE, UNSAVED, copy_checkpoint, plan_in
+from tests.distributed.setups import SAVED_TWICE, UNSAVED, copy_checkpoint
 from tests.harness import Sections, column, events, same_tensors, weights, weights_at
 from tests.tiny import read_model, tiny_model_dir
 from tests.vllm_stub import StubServer
 
 pytestmark = pytest.mark.timeout(900)
-STEPS = 10
-# Each rollout has 4 prompts with 4 completions each, and two steps learn from it.
-PROMPTS, GROUP, STEPS_PER_ROLLOUT = 4, 4, 2
 AHEAD = 2
-GENERATOR: Sections = {"kind": "hf", "max_new_tokens": 6}
-GRPO: Sections = {
-    "kind": "grpo",
-    "group_size": GROUP,
-    "minibatches": STEPS_PER_ROLLOUT,
-    "ahead": AHEAD,
-    "loss_chunk": 32,
-    "generator": GENERATOR,
-    "rewards": [
-        {"kind": "regex", "pattern": "[aeiou]", "full": False},
-        {"kind": "length", "free": 2, "limit": 6, "weight": 0.5},
-    ],
-    "curriculum": {"kind": "success"},
-}
-SOURCES = [
-    {"kind": "file", "path": "train.jsonl", "domain": "one", "limit": 10},
-    {"kind": "file", "path": "train.jsonl", "domain": "two", "limit": 20},
-]
-SEED = 3
-STEP = ("loss", "grad_norm", "tokens", "importance_mean", "ratio_max")
-ROLLOUT = ("reward", "length", "drawn", "staleness")
+MAX_NEW_TOKENS = 6
+GRPO = grpo(MAX_NEW_TOKENS, ahead=AHEAD)
 # The versions of the weights that sample the five rollouts: steps after which they were exported, which
 # are max(0, first step − AHEAD × STEPS_PER_ROLLOUT).
 VERSIONS = [0, 0, 0, 2, 4]
@@ -72,21 +64,11 @@ class SlowServer(StubServer):
         return answer
 
 
-def plan(root: Path, name: str, world_size: int, **options: Any) -> Path:
-    """Plan a run. `options`: keys of its algorithm, and `checkpoint`."""
-    checkpoint = options.pop("checkpoint", UNSAVED)
-    return plan_in(
-        root,
-        name,
-        world_size,
-        root / "model",
-        algorithm={**GRPO, **options},
-        data={"train": SOURCES, "eval": []},
-        batch=EIGHT_BY_TWO,
-        optimizer={"lr": 1e-2},
-        run={"steps": STEPS, "seed": SEED},
-        checkpoint=checkpoint,
-    )
+def plan(
+    root: Path, name: str, world_size: int, checkpoint: Sections = UNSAVED, **options: Any
+) -> Path:
+    """Plan a run. `options`: keys of its algorithm."""
+    return plan_ahead(root, name, world_size, {**GRPO, **options}, checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +81,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(root: Path) -> Path:
     """The run of one process, with a checkpoint after each rollout."""
-    path = plan(root, "alone", 1, checkpoint={**SAVED_TWICE, "keep": 5})
-    run_plans([path], 1)
-    return path.parent
-
-
-def figures(run: Path, kind: str, keys: tuple[str, ...]) -> list[list[Any]]:
-    return [[event[key] for key in keys] for event in events(run, kind)]
+    return train_alone(root, GRPO)
 
 
 def test_a_rollout_is_sampled_by_the_weights_of_the_schedule(alone: Path) -> None:
@@ -124,10 +100,7 @@ def test_a_rollout_is_sampled_by_the_weights_of_the_schedule(alone: Path) -> Non
 def test_two_processes_learn_what_one_does(root: Path, alone: Path) -> None:
     path = plan(root, "two", 2)
     run_plans([path], 2)
-    for kind, keys in (("step", STEP), ("rollout", ROLLOUT)):
-        found = figures(path.parent, kind, keys)
-        for values, expected in zip(found, figures(alone, kind, keys), strict=True):
-            assert values == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    require_equal(path.parent, alone, 1e-5)
 
 
 @pytest.mark.parametrize("step", [2, 6])
@@ -149,15 +122,12 @@ def test_a_server_gets_the_weights_when_it_has_sampled_the_rollout_before(
     root: Path, alone: Path
 ) -> None:
     with SlowServer(read_model(root / "model")) as server:
-        sampler = {"kind": "vllm", "url": server.url, "max_new_tokens": 6}
+        sampler = {"kind": "vllm", "url": server.url, "max_new_tokens": MAX_NEW_TOKENS}
         path = plan(root, "served", 1, generator=sampler)
         run_plans([path], 1)
 
     # The server's completions are those of the policy's own sampler.
-    for kind, keys in (("step", STEP), ("rollout", ROLLOUT)):
-        found = figures(path.parent, kind, keys)
-        for values, expected in zip(found, figures(alone, kind, keys), strict=True):
-            assert values == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    require_equal(path.parent, alone, 1e-4)
     # One hand-over a rollout, each with the weights of the schedule.
     first_norm = read_model(root / "model").get_parameter("model.norm.weight")
     for norm, version in zip(server.norms, VERSIONS, strict=True):

@@ -27,6 +27,7 @@ from tests.distributed.setups import (
     same_steps,
     train_kinds,
 )
+from tests.distributed.test_vision_families import interleaved
 from tests.harness import (
     Sections,
     column,
@@ -78,7 +79,7 @@ class Kind(NamedTuple):
 # Two rows a step: of two data ranks one has text alone, always.
 APART = "text apart"
 ROUTER = "router loss"
-# Qwen3.5: a shared expert beside the others, and layers without attention, which cp refuses.
+# Qwen3.5: a shared expert beside the others, and layers without attention.
 DELTA = "Gated DeltaNet"
 # GLM-4.5V: a dense layer before those with experts, and routers with a bias.
 GLM = "router bias"
@@ -139,9 +140,7 @@ def is_asked(kind: str, spread: str) -> bool:
         return False
     if kind == APART and spread not in TWO_DATA_RANKS:
         return False
-    if kind == "4bit" and "tp" in spread:
-        return False
-    return not (kind.startswith(DELTA) and "cp" in spread)
+    return not (kind == "4bit" and "tp" in spread)
 
 
 def pairs() -> list[Any]:
@@ -151,15 +150,6 @@ def pairs() -> list[Any]:
             if is_asked(kind, name):
                 is_full = (kind, name) not in OFTEN
                 found.append(case(kind, name, id=f"{kind}-{name}", full=is_full))
-    return found
-
-
-def interleaved(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row with an image, one without, and so on."""
-    some = [row for row in rows if "images" not in row]
-    found = []
-    for pair in zip(some[::2], some[1::2], strict=True):
-        found += pair
     return found
 
 

@@ -55,7 +55,7 @@ FAMILIES = (
     "qwen3_5",
     "glm4v",
 )
-# Documents of a pack are told apart by a fourth position beside those in time, height and width.
+# A fourth position, beside those in time, height and width, separates the documents of a pack.
 PACKED = ("qwen2_5_vl, packed", "qwen3_5, packed", "glm4v, packed")
 PAIRS = ("dpo", "orpo", "simpo", "kto", "reward")
 # Two prompts a step: one with an image, one without.

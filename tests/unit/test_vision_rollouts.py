@@ -55,22 +55,33 @@ def prompts_of(folder: Path, vision: Vision, **data: Any) -> TokenCache:
     return TokenCache.open(prepare(config, vision.path, folder, vision=vision).train_cache)
 
 
-def test_what_is_sampled_is_the_policy(vision: Vision) -> None:
-    """The sampler's log-probs are those of the policy over prompt, images and completion."""
-    cache = prompts_of(Path(vision.path).parent, vision, max_length=256)
-    model = built(vision)
-    generator = HFGenerator(
-        HFSection(max_new_tokens=NEW_TOKENS, batch=4),
+def sampler(vision: Vision, model: Any, **options: Any) -> HFGenerator:
+    """Return the policy's own sampler. `options`: of its section."""
+    return HFGenerator(
+        HFSection(max_new_tokens=NEW_TOKENS, batch=4, **options),
         model,
         load_tokenizer(vision.path, vision.model),
         seed=0,
         vision=VisionPrompts(partial(image_arguments, vision=vision), vision.token_id),
     )
+
+
+def requests_of(cache: TokenCache, completions: int) -> list[Request]:
+    """Return the requests for some completions of each prompt."""
     requests = []
     for sample in range(len(cache)):
         tokens = cache.segments(sample)[0][0].tolist()
-        for index in range(2):
+        for index in range(completions):
             requests.append(Request(tokens, (sample, index), cache.meta(sample)))
+    return requests
+
+
+def test_what_is_sampled_is_the_policy(vision: Vision) -> None:
+    """The sampler's log-probs are those of the policy over prompt, images and completion."""
+    cache = prompts_of(Path(vision.path).parent, vision, max_length=256)
+    model = built(vision)
+    generator = sampler(vision, model)
+    requests = requests_of(cache, completions=2)
     completions = generator.generate(requests, step=0)
     episodes = Episodes.start(
         [torch.tensor(request.tokens).numpy() for request in requests],
@@ -101,17 +112,8 @@ def test_what_is_sampled_is_the_policy(vision: Vision) -> None:
 def test_a_completion_is_continued_behind_its_images(vision: Vision) -> None:
     """As partial rollouts do; greedily, so that the rest is that of the whole completion."""
     cache = prompts_of(Path(vision.path).parent, vision, max_length=256)
-    generator = HFGenerator(
-        HFSection(max_new_tokens=NEW_TOKENS, batch=4, top_k=1),
-        built(vision),
-        load_tokenizer(vision.path, vision.model),
-        seed=0,
-        vision=VisionPrompts(partial(image_arguments, vision=vision), vision.token_id),
-    )
-    requests = []
-    for sample in range(len(cache)):
-        tokens = cache.segments(sample)[0][0].tolist()
-        requests.append(Request(tokens, (sample, 0), cache.meta(sample)))
+    generator = sampler(vision, built(vision), top_k=1)
+    requests = requests_of(cache, completions=1)
     wholes = generator.generate(requests, step=0)
     begun = []
     expected = []

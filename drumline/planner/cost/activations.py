@@ -22,6 +22,7 @@ from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.plan import Layout
 from drumline.planner.cost.recurrent import (
     is_convolution,
+    is_of_attention,
     recurrent_layers,
     rows_of_recurrent_layers,
 )
@@ -260,7 +261,7 @@ def _mixes_tokens(weight: Weight, mixers: tuple[str, ...]) -> bool:
     """
     if weight.name.startswith(mixers):
         return True
-    return any("attention" in owner.lower() for owner in weight.owners)
+    return is_of_attention(weight)
 
 
 def _is_norm(weight: Weight) -> bool:

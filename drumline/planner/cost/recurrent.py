@@ -36,7 +36,7 @@ def mixing_blocks(facts: ModelFacts) -> MixingBlocks:
     for block in blocks:
         layers = recurrent_layers(block)
         recurrent += bool(layers)
-        attention += any(_is_of_attention(weight) for weight in block)
+        attention += any(is_of_attention(weight) for weight in block)
         if layers:
             parameters += sum(w.numel for w in block if w.name.startswith(layers))
     if not recurrent:
@@ -72,6 +72,6 @@ def rows_of_recurrent_layers(facts: ModelFacts, cp: int) -> float:
     return 1 + (cp - 1) * blocks.recurrent / text_blocks
 
 
-def _is_of_attention(weight: Weight) -> bool:
+def is_of_attention(weight: Weight) -> bool:
     """Return whether a weight lies in attention."""
     return any("attention" in owner.lower() for owner in weight.owners)

@@ -7,6 +7,7 @@ eager blocks. Each choice is undone alone, and the layout is estimated again.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from drumline.config.config import Config
@@ -65,27 +66,27 @@ def _changes(question: Question, candidate: Candidate) -> Iterator[Change]:
     layout = candidate.layout
     # The global batch stays, and the accumulation follows from the micro-batch.
     batch = {"global_samples": layout.batch.global_samples, "accumulation": None}
-    config = _with_values(layout.config, "batch", micro_batch=layout.batch.micro_batch, **batch)
-    config = _with_values(
-        config, "memory", activation_checkpointing=layout.activation_checkpointing
-    )
+    open_batch = replace(question, config=layout.config)
+    open_batch = open_batch.with_values("batch", micro_batch=None, **batch)
+    # A question whose config has each choice of the plan.
+    chosen = open_batch.with_values("batch", micro_batch=layout.batch.micro_batch)
+    chosen = chosen.with_values("memory", activation_checkpointing=layout.activation_checkpointing)
     plain_strategy = _plain_strategy(question)
     if plain_strategy is not None and layout.strategy != plain_strategy:
         # Another strategy has other data ranks, so the micro-batch is open.
-        changed = _with_values(layout.config, "batch", micro_batch=None, **batch)
-        changed = changed.model_copy(update={"strategy": plain_strategy})
+        config = open_batch.config.model_copy(update={"strategy": plain_strategy})
         name = plain_strategy.names(question.cluster.world_size).name
-        yield Change(f"strategy {candidate.name}", name, changed)
+        yield Change(f"strategy {candidate.name}", name, config)
     if layout.batch.micro_batch > 1:
-        changed = _with_values(config, "batch", micro_batch=1, **batch)
-        yield Change(f"micro-batch {layout.batch.micro_batch}", "micro-batch 1", changed)
+        changed = chosen.with_values("batch", micro_batch=1)
+        yield Change(f"micro-batch {layout.batch.micro_batch}", "micro-batch 1", changed.config)
     if layout.activation_checkpointing != "full":
-        changed = _with_values(
-            config, "memory", activation_checkpointing="full", checkpointed_blocks=None
+        changed = chosen.with_values(
+            "memory", activation_checkpointing="full", checkpointed_blocks=None
         )
-        yield Change(f"checkpointing {describe_checkpointing(layout)}", "full", changed)
+        yield Change(f"checkpointing {describe_checkpointing(layout)}", "full", changed.config)
     if layout.config.compile.enabled:
-        yield Change("compiled blocks", "eager", set_compile(config, False))
+        yield Change("compiled blocks", "eager", set_compile(chosen.config, False))
 
 
 def _plain_strategy(question: Question) -> Any:
@@ -95,9 +96,3 @@ def _plain_strategy(question: Question) -> Any:
         if names.name == "fsdp2" and question.cluster.world_size > 1:
             return strategy
     return None
-
-
-def _with_values(config: Config, section: str, **values: Any) -> Config:
-    """Return the config with keys of a section set."""
-    changed = getattr(config, section).model_copy(update=values)
-    return config.model_copy(update={section: changed})
