@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drumline.config.resume import Resume
+from drumline.launch.postmortem import CONSEQUENCES
 from tests.forks import Forked
 from tests.harness import ENV
 
@@ -72,12 +73,16 @@ def run_module(
         else:
             if code != 0:
                 failed[number] = f"exited with {code}"
-    # All of them: most only tell that another rank went away.
-    said = []
+    # A rank that only tells that another one went away comes first: what is read is the end.
+    consequences = []
+    causes = []
     for number, how in failed.items():
         output = "".join(ranks[number].communicate())
-        said.append(f"rank {number} {how}:\n{output[-4000:]}")
-    assert not failed, "\n".join(said)
+        if any(words in output for words in CONSEQUENCES):
+            consequences.append(f"rank {number} {how}:\n{output[-500:]}")
+        else:
+            causes.append(f"rank {number} {how}:\n{output[-4000:]}")
+    assert not failed, "\n".join(consequences + causes)
 
 
 def start_ranks(
