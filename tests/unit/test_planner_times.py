@@ -248,6 +248,7 @@ def test_ranges_follow_the_group_and_a_plan_fits_where_its_upper_end_does() -> N
         for kind in ("ddp", "tp", {"kind": "zero3", "offload_optimizer": "cpu"})
     ]
     assert groups == ["full", "tp, cp or pp", "offload"]
+    assert group_of(layout("tp"), is_mixture=True) == "mixture"
     how = layout("fsdp2")
     found = estimate(how, model(), cluster())
     assert (found.memory_range, found.seconds_range) == RANGES["full"]

@@ -48,9 +48,7 @@ START_SECONDS = {
 # Seconds that a layer with an adapter adds to these: it starts 6 kernels forward and 9 backward, at
 # the seconds of a kernel under autocast.
 ADAPTER_START_SECONDS = BlockStarts(6 * 0.95e-3 / 54, 9 * 0.92e-3 / 100)
-# The share of all pairs of tokens that attention in tiles computes if it is causal, and the FLOPs of
-# its backward over those of its forward (Dao 2023, section 3.1).
-CAUSAL_SHARE = 0.5
+# The FLOPs of attention's backward over those of its forward (Dao 2023, section 3.1).
 ATTENTION_BACKWARD = 2.5
 # The output of a product is computed in tiles of this size (cost.fitted.TAIL_WAVE_TILES).
 TILE_ROWS = 128
@@ -404,14 +402,14 @@ def product_flops(
 
 
 def attention_flops(facts: ModelFacts, checkpointing: str, part: float = 1.0) -> Passes:
-    """Return the FLOPs of a token's attention, as kernels in tiles compute it.
+    """Return the FLOPs of a token's attention, as kernels in tiles compute it (cost.fitted.CAUSAL_SHARE).
 
     Selective checkpointing keeps the result of attention. `part`: the share of blocks that are
     computed again.
     """
     forward = facts.layers * facts.attention_flops / 3
     if not (facts.bidirectional or facts.encoder_decoder):
-        forward *= CAUSAL_SHARE
+        forward *= fitted.CAUSAL_SHARE
     again = 0.0
     if checkpointing == "full":
         again = forward * part

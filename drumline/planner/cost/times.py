@@ -86,7 +86,9 @@ def estimate(
     if peak_flops:
         devices = layout.mesh.world_size * layout.devices_per_rank
         mfu = tokens_per_s * facts.flops_per_token / (peak_flops * devices)
-    group = fitted.group_of(layout, bool(cluster.calibration.operators))
+    group = fitted.group_of(
+        layout, bool(cluster.calibration.operators), is_mixture=facts.experts > 0
+    )
     memory_range, seconds_range = fitted.RANGES[group]
     return Estimate(
         memory=device_memory,
