@@ -266,8 +266,8 @@ def is_offloaded(strategy: StrategyConfig) -> bool:
 def is_speed_confirmed(layout: Layout) -> bool:
     """Return whether measured runs have confirmed the predicted speed of such layouts.
 
-    No run has confirmed tensor, context or pipeline parallelism, and runs that offload took up to 77%
-    longer.
+    Three runs of tensor and context parallelism are too few, a pipeline has none, and runs that
+    offload took up to 72% longer.
     """
     return is_measured(layout) and not is_offloaded(layout.strategy)
 
