@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drumline.errors import PlanError
+from drumline.hardware.catalog import ATTENTION_REACHED_SLOW, DEVICES, REACHED_H100
 from drumline.planner.search.answer import Candidate, Question
 
 GiB = 2**30
@@ -138,8 +139,18 @@ QWEN_QLORA: dict[str, Any] = {"kind": "zero2", "options": {
     "zero_optimization": {"allgather_bucket_size": 200_000_000, "reduce_bucket_size": 200_000_000, "overlap_comm": True},
 }}  # fmt: skip
 H100, A800 = {"device": "h100-80g", "per_node": 8}, {"device": "a800-80g", "per_node": 8}
-# torchtitan's H100 have 96 GB of HBM2e at 2.4 TB/s (its page of performance figures).
-HBM2E: dict[str, float] = {"memory_bytes": int(95.0 * GiB), "bandwidth": 2.4e12}
+# torchtitan's H100 have 96 GB of HBM2e at 2.4 TB/s, and may take 500 W of the 700 W that an H100 is made for (its pages of figures). Power
+# is taken to grow with the square of the clock: it lies between the clock alone and, where the voltage follows, its third power.
+OF_FULL_CLOCK = (500 / 700) ** (1 / 2)
+HBM2E: dict[str, float] = {
+    "memory_bytes": int(95.0 * GiB),
+    "bandwidth": 2.4e12,
+    "efficiency": OF_FULL_CLOCK * REACHED_H100,
+    "attention": OF_FULL_CLOCK * ATTENTION_REACHED_SLOW,
+}
+# llm-foundry's attention was FlashAttention in Triton (its script's default when the rows were added). FlashAttention 2, to which the
+# catalog's rates belong, is 1.3 to 2.5 times as fast (Dao 2023, section 4): the geometric mean.
+TRITON_SECONDS = (1.3 * 2.5) ** (1 / 2)
 
 
 def _titan() -> Iterator[Published]:
@@ -271,8 +282,15 @@ def foundry_run(row: FoundryRow) -> Published:
         sections["precision"] = {"kind": "fp8"}
         choices = {"precision.scaling": ["rowwise", "tensorwise"]}
     name = f"{row.model}, {row.devices}×{row.device}, {row.length:,}, micro-batch {row.micro_batch}, {row.precision}"
+    attention = DEVICES[row.device].attention
+    assert attention is not None
     return Published(
-        name, {"tokens_per_s": row.tokens_per_s}, sections, choices, source="llm-foundry"
+        name,
+        {"tokens_per_s": row.tokens_per_s},
+        sections,
+        choices,
+        source="llm-foundry",
+        device={"attention": attention / TRITON_SECONDS},
     )
 
 

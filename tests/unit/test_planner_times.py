@@ -102,15 +102,14 @@ def taken(strategy: Any, on: Cluster | None = None, **options: Any) -> Seconds:
 
 
 def test_checkpointing_costs_what_is_computed_again() -> None:
-    """Of a forward all of the blocks, or every second product. A forward is a third of what operators move, and less of products,
-    where gradients of weights take longer."""
+    """Of a forward all of the blocks, or every second product. A forward is a third of what operators move, and of products."""
     none, selective, full = (
         taken("fsdp2", memory={"activation_checkpointing": kind}).compute
         for kind in ("none", "selective", "full")
     )
     assert none < selective < full
-    of_products = (3 + fitted.WEIGHT_GRADIENTS) / (2 + fitted.WEIGHT_GRADIENTS)
-    assert of_products < full / none < 4 / 3
+    # The head is not computed again.
+    assert 1.25 < full / none < 4 / 3
 
 
 def test_communication_hides_behind_enough_computing() -> None:

@@ -48,7 +48,9 @@ START_SECONDS = {
 # Seconds that a layer with an adapter adds to these: it starts 6 kernels forward and 9 backward, at
 # the seconds of a kernel under autocast.
 ADAPTER_START_SECONDS = BlockStarts(6 * 0.95e-3 / 54, 9 * 0.92e-3 / 100)
-# The FLOPs of attention's backward over those of its forward (Dao 2023, section 3.1).
+# The share of all pairs of tokens that attention in tiles computes if it is causal, and the FLOPs of
+# its backward over those of its forward (Dao 2023, section 3.1).
+CAUSAL_SHARE = 0.5
 ATTENTION_BACKWARD = 2.5
 # The output of a product is computed in tiles of this size (cost.fitted.TAIL_WAVE_TILES).
 TILE_ROWS = 128
@@ -169,7 +171,7 @@ def _device_seconds(
         fp8 = _apply_fp8(layout, facts, cluster, rate_per_token)
         rate_per_token = fp8.rate_per_token
         cast_bytes = fp8.cast_bytes
-    products = _all_product_flops(layout, facts, recomputed)
+    products = _all_product_flops(layout, facts, cluster, recomputed)
     seconds = products * (1 / rate_per_token)
     seconds += attention_flops(facts, kind, recomputed) * (1 / attention_rate_per_token)
 
@@ -210,7 +212,9 @@ def _product_rate(layout: Layout, facts: ModelFacts, cluster: Cluster, tokens: f
     return rate
 
 
-def _all_product_flops(layout: Layout, facts: ModelFacts, recomputed: float) -> Passes:
+def _all_product_flops(
+    layout: Layout, facts: ModelFacts, cluster: Cluster, recomputed: float
+) -> Passes:
     """Return the FLOPs of a token's products, on a GPU with the surplus that runs were found to take.
 
     `recomputed`: the share of the blocks that backward computes again.
@@ -224,10 +228,9 @@ def _all_product_flops(layout: Layout, facts: ModelFacts, recomputed: float) -> 
         # The surplus was fitted to GPUs.
         return products
     products *= fitted.PRODUCTS
-    # Backward has the products of forward for the gradients of inputs, and those of weights.
-    of_weights = max(0.0, products.backward - products.forward)
-    surplus = (fitted.WEIGHT_GRADIENTS - 1) * of_weights
-    return products + Passes(0.0, surplus)
+    if cluster.device.is_power_limited:
+        products *= fitted.POWER_LIMITED
+    return products
 
 
 def _dequantising_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
@@ -402,14 +405,14 @@ def product_flops(
 
 
 def attention_flops(facts: ModelFacts, checkpointing: str, part: float = 1.0) -> Passes:
-    """Return the FLOPs of a token's attention, as kernels in tiles compute it (cost.fitted.CAUSAL_SHARE).
+    """Return the FLOPs of a token's attention, as kernels in tiles compute it.
 
     Selective checkpointing keeps the result of attention. `part`: the share of blocks that are
     computed again.
     """
     forward = facts.layers * facts.attention_flops / 3
     if not (facts.bidirectional or facts.encoder_decoder):
-        forward *= fitted.CAUSAL_SHARE
+        forward *= CAUSAL_SHARE
     again = 0.0
     if checkpointing == "full":
         again = forward * part

@@ -14,7 +14,7 @@ from drumline.plan.rule import packed_bits
 
 # Bytes that an eager block in a precision of 16 bits moves through the device's memory, for each
 # token and entry of the hidden width, forward and backward together, besides its matrix products.
-MOVED = 515.0
+MOVED = 562.0
 # How many fewer of these bytes a compiled block moves. Inductor's kernels of a Llama block move 128
 # bytes, and eager kernels 491 (counted).
 BYTES_SAVED_BY_COMPILING = 363.0
@@ -33,28 +33,22 @@ KERNELS_COMPILED = (19, 24)
 COMPILING = 60.0
 # A factor of time: of matrix products in a run over that of large products alone. A run has other
 # shapes, and the clock of a device falls under load.
-PRODUCTS = 1.05
-# The time of the product that gives a weight's gradient over the time of other products. It includes
-# all that trainable weights bring and no other constant counts: adding up, casts, hooks.
-WEIGHT_GRADIENTS = 2.44
-# The share of the time of attention over all pairs of tokens that causal attention takes. Half of the
-# pairs are masked. A kernel skips only tiles that lie wholly above the diagonal (Dao 2023, section
-# 3.1), and reaches a lower rate with the rest than without a mask, so the share is between 0.5 and 1.
-# Most long rows that it was fitted to computed by FlashAttention in Triton, which FlashAttention 2 is
-# 1.3 to 2.5 times as fast as (same paper, section 4). So it may be too large for newer kernels.
-CAUSAL_SHARE = 0.82
+PRODUCTS = 1.24
+# The same factor once more, for devices whose clock falls further under load
+# (hardware.catalog.POWER_LIMITED).
+POWER_LIMITED = 1.14
 # What MOVED is for a block, for each input and output of a layer with an adapter: casts, the results
 # of the factors, and their sum.
-MOVED_ADAPTED = 7.01
+MOVED_ADAPTED = 6.52
 # Dequantising a 4-bit entry takes as long as moving this many bytes. Its kernel is bound by its
 # instructions, not by memory.
-UNPACKED = 25.4
+UNPACKED = 23.1
 # Seconds of a host in each pass, for each module whose weights an engine gathers and frees by hooks of
 # its own.
-HOOK = 3.03e-04
+HOOK = 3.17e-04
 # Seconds for each entry that all ranks of a host update on the host, including what comes before and
 # after (norm, scaling, casts).
-HOST_STEP = 2.66e-09
+HOST_STEP = 6.23e-10
 # Bytes that an allocator reserves besides those in use, as a share of the bytes in use without weights,
 # gradients and moments, which lie still. GATHERED: weights are gathered and freed on streams of their
 # own beside the computing.
