@@ -13,6 +13,7 @@ import pytest
 from benchmarks.planner_accuracy import main
 from benchmarks.planner_fit import MOST, row_weights
 from benchmarks.planner_published import ROWS, foundry_table
+from drumline.hardware.catalog import DEVICES
 from drumline.planner.cost import fitted
 from tests.harness import ENV, ROOT, read_json
 
@@ -81,6 +82,23 @@ def test_rows_of_llm_foundry_have_what_its_table_says() -> None:
         assert list(row.open) == ["precision.scaling"] * is_fp8
         assert "loss_chunk" not in row.sections["algorithm"]
         assert set(row.sections["batch"]) == {"micro_batch", "accumulation"}
+
+
+def test_rows_have_the_power_and_the_attention_that_their_sources_had() -> None:
+    """torchtitan's H100 have 500 W of 700; llm-foundry's attention was in Triton. No other row differs from its device in these."""
+    for row in ROWS:
+        device = DEVICES[row.sections["cluster"]["device"]] if row.sections else None
+        if device is None or device.attention is None:
+            continue
+        share = row.device.get("attention", device.attention) / device.attention
+        if row.source == "torchtitan":
+            assert share == pytest.approx(0.845, abs=0.001)
+            assert row.device["efficiency"] / device.efficiency == pytest.approx(share)
+        elif row.source == "llm-foundry":
+            assert share == pytest.approx(1 / 1.8, abs=0.002)
+            assert "efficiency" not in row.device
+        else:
+            assert not row.device
 
 
 def test_no_source_outweighs_the_others() -> None:

@@ -112,6 +112,18 @@ def test_checkpointing_costs_what_is_computed_again() -> None:
     assert 1.25 < full / none < 4 / 3
 
 
+def test_products_take_longer_where_power_is_the_limit() -> None:
+    """An H100's products, which are not all of its time; an A100's clock does not fall as far."""
+    hot = cluster()
+    assert hot.device.is_power_limited
+    cool = replace(hot, device=replace(hot.device, is_power_limited=False))
+    longer = taken("fsdp2").compute / taken("fsdp2", cool).compute
+    assert 1 + 0.6 * (fitted.POWER_LIMITED - 1) < longer < fitted.POWER_LIMITED
+    for name, is_limited in (("a100-80g", False), ("4090", False), ("h200", True)):
+        device = catalog.find_device(name)
+        assert device is not None and device.is_power_limited == is_limited, name
+
+
 def test_communication_hides_behind_enough_computing() -> None:
     """A gather beside a long forward costs one block's; where links are slow it cannot hide."""
     long, slow = (
