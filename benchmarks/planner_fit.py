@@ -78,25 +78,30 @@ def fit(rows: Sequence[Published], rounds: int = 10) -> dict[str, float]:
     pull = np.array([PULL if name in COUNTED else LOOSE for name in names])
     counts = row_weights(rows)
     shares = np.array([counts[row] for row in rows for _ in residuals(row)])
+    places = np.cumsum([0, *(len(residuals(row)) for row in rows)])
+    # Most constants are of a few rows. Which these are, the first round finds.
+    touched = [list(range(len(rows))) for _ in names]
 
-    def errors(x: Any) -> Any:
+    def errors(x: Any, chosen_rows: Sequence[int]) -> list[Any]:
         set_constants({name: math.exp(value) for name, value in zip(names, x, strict=True)})
-        return np.array([value for row in rows for value in residuals(row).values()])
+        return [np.array(list(residuals(rows[i]).values())) for i in chosen_rows]
 
     kept = {name: getattr(fitted, name) for name in names}
     try:
         for _ in range(rounds):
-            here = errors(at)
-            slopes = np.stack(
-                [
-                    (errors(at + 0.01 * np.eye(len(names))[i]) - here) / 0.01
-                    for i in range(len(names))
-                ],
-                axis=1,
-            )
-            weights = shares * np.minimum(1.0, FAR / np.maximum(1e-9, np.abs(here)))
+            here = errors(at, range(len(rows)))
+            slopes = np.zeros((places[-1], len(names)))
+            for number, unit in enumerate(np.eye(len(names))):
+                moved = errors(at + 0.01 * unit, touched[number])
+                for i, after in zip(touched[number], moved, strict=True):
+                    slopes[places[i] : places[i + 1], number] = (after - here[i]) / 0.01
+                touched[number] = [
+                    i for i in touched[number] if slopes[places[i] : places[i + 1], number].any()
+                ]
+            left_over = np.concatenate(here)
+            weights = shares * np.minimum(1.0, FAR / np.maximum(1e-9, np.abs(left_over)))
             left = (slopes.T * weights) @ slopes + np.diag(pull)
-            right = -(slopes.T * weights) @ here + pull * (prior - at)
+            right = -(slopes.T * weights) @ left_over + pull * (prior - at)
             step = np.clip(np.linalg.solve(left, right), -1.0, 1.0)
             at = at + step
             if np.abs(step).max() < SMALL:
