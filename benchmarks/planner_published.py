@@ -39,8 +39,7 @@ QWEN = {
 SOURCES = {
     "torchtitan": "torchtitan's performance notes (Llama 3.1 of December 2024, asynchronous TP of June 2025); its recipe of Llama 3 70B has"
     " rows of 8,192 tokens",
-    "llm-foundry": "MosaicML llm-foundry's throughput tables (scripts/train/benchmarking/README.md; fused kernels: a compiled model is the"
-    " nearest)",
+    "llm-foundry": "MosaicML llm-foundry's throughput tables (fused kernels: a compiled model is the nearest)",
     "gist": "a public gist of DeepSpeed runs, LLaMA-7B on 8×A800-80, torch 2.2. Its GB are taken for 2^30, as DeepSpeed prints them: in"
     " 10^9 its ZeRO-2 run would hold less than weights, gradients and moments",
     "qwen": "Qwen's README, A100-80, micro-batch 1, accumulation 8, AC; GB as the driver shows them",
