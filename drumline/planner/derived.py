@@ -372,9 +372,11 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
 
     None for a model that has adapters or frozen parts already, or whose weights are not known one
     by one, or with experts of another class than EXPERTS, and for an adapter that trains more than
-    its factors.
+    its factors, or whose list of targets may name parts of a vision tower.
     """
-    if facts.frozen or not facts.block_weights or facts.vision_language or facts.batch_norms:
+    if facts.frozen or not facts.block_weights or facts.batch_norms:
+        return None
+    if facts.vision_language and isinstance(adapter.targets, list):
         return None
     if adapter.dora or adapter.more or adapter.modules_to_save or adapter.trainable_tokens:
         return None
@@ -383,14 +385,16 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
         return None
     # Equal blocks are adapted once: a model of 126 layers has one kind of block.
     adapted_kinds: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
-    for block, _ in facts.kinds_of_blocks:
+    for block in _kinds_of_text_blocks(facts):
         adapted_kinds[block] = tuple(_adapt_weights(block, adapter))
     targets = adapter.targets
     if isinstance(targets, list) and not _are_targets_in_blocks(
         targets, targeted, facts.end_weights
     ):
         return None
-    blocks = tuple(adapted_kinds[block] for block in facts.block_weights)
+    tower = tuple(_freeze(block) for block in facts.block_weights[: facts.tower_blocks])
+    text = tuple(adapted_kinds[block] for block in facts.block_weights[facts.tower_blocks :])
+    blocks = tower + text
     factors = [weight for block in blocks for weight in block if weight.trainable]
     added = sum(weight.numel for weight in factors)
     # A token goes through the factors of its own experts alone.
@@ -401,6 +405,10 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
     attention = facts.layers * facts.attention_flops
     products = facts.flops_per_token - attention
     frozen_products = products * FLOPS_PER_FROZEN_ENTRY / FLOPS_PER_ENTRY
+    # What is outside of the blocks that a pipeline cuts: all of a model without such blocks.
+    embedding_parameters = facts.embedding_parameters
+    if not facts.block_parameters:
+        embedding_parameters += added
     # PEFT has a module for dropout before the factors, also if nothing is dropped.
     dropout = "Dropout" if adapter.dropout else "Identity"
     classes = {"ModuleDict", "ParameterDict", dropout}
@@ -409,8 +417,11 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
     return replace(
         facts,
         parameters=facts.parameters + added,
+        embedding_parameters=embedding_parameters,
         frozen=facts.parameters,
         flops_per_token=frozen_products + FLOPS_PER_ENTRY * multiplied + attention,
+        # A frozen tower has no backward.
+        flops_per_image_token=facts.flops_per_image_token / 3,
         classes=facts.classes | classes,
         block_weights=blocks,
         block_parameters=tuple(parameters_of_blocks[ahead:]),
@@ -423,13 +434,18 @@ def _freeze(weights: Iterable[Weight]) -> tuple[Weight, ...]:
     return tuple(weight._replace(trainable=False) for weight in weights)
 
 
+def _kinds_of_text_blocks(facts: ModelFacts) -> Iterable[tuple[Weight, ...]]:
+    """Return the blocks that are not of a vision tower; equal ones once."""
+    return dict.fromkeys(facts.block_weights[facts.tower_blocks :])
+
+
 def _targeted_names(facts: ModelFacts, adapter: LoRAConfig) -> set[str]:
     """Return the names of the layers and of the experts' tensors of blocks that get factors.
 
     `facts`: without adapters.
     """
     names = set()
-    for block, _ in facts.kinds_of_blocks:
+    for block in _kinds_of_text_blocks(facts):
         for weight in block:
             name = _target_name(weight)
             if _takes_factors(weight) and _is_targeted(name, weight.owners, adapter, block):

@@ -104,12 +104,21 @@ def test_sizes_of_a_family_are_those_that_are_counted(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", cases(("phi-2", "gpt-oss-20b", "gemma-2-2b", "olmo-2-7b"), ("phi-2", "olmo-2-7b"))
+    "name",
+    cases(
+        ("phi-2", "gpt-oss-20b", "gemma-2-2b", "olmo-2-7b", "qwen3-vl-2b", "gemma-3-4b"),
+        ("phi-2", "olmo-2-7b", "qwen3-vl-2b"),
+    ),
 )
 def test_adapters_of_any_known_shape(name: str) -> None:
     config = load_config(None, with_config(KNOWN[name], ModelConfig(id=name)))
     assert (made := with_lora(facts(config, 1024), adapter := LoRAConfig(r=8))) is not None
     assert not differences(made, facts(config, 1024, adapter))
+
+
+def test_targets_by_name_may_be_in_a_tower() -> None:
+    config = load_config(None, with_config(KNOWN["qwen3-vl-2b"], ModelConfig(id="qwen3-vl-2b")))
+    assert with_lora(facts(config, 1024), LoRAConfig(targets=["q_proj"])) is None
 
 
 def test_adapters_over_unknown_experts_are_counted() -> None:
