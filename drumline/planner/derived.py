@@ -123,11 +123,18 @@ MODULES = {
 
 # Classes of experts whose adapters are known here → whether their tensors have the inputs first.
 EXPERTS = {
+    "DeepseekV32Experts": False,
     "DeepseekV3Experts": False,
+    "Gemma4TextExperts": False,
     "Glm4MoeExperts": False,
     "GptOssExperts": True,
+    "Llama4TextExperts": True,
+    "MiniMaxM2Experts": False,
     "MixtralExperts": False,
+    "NemotronHExperts": False,
     "Qwen3MoeExperts": False,
+    "Qwen3VLMoeTextExperts": False,
+    "Qwen3_5MoeExperts": False,
 }
 # Classes of modules that adapters over experts add.
 ADAPTED_CLASSES = {"AdaptedExperts", "ExpertFactor"}

@@ -106,7 +106,19 @@ def test_sizes_of_a_family_are_those_that_are_counted(
 @pytest.mark.parametrize(
     "name",
     cases(
-        ("phi-2", "gpt-oss-20b", "gemma-2-2b", "olmo-2-7b", "qwen3-vl-2b", "gemma-3-4b"),
+        (
+            "phi-2",
+            "gpt-oss-20b",
+            "gemma-2-2b",
+            "olmo-2-7b",
+            "qwen3-vl-2b",
+            "gemma-3-4b",
+            "qwen3-vl-30b-a3b",
+            "gemma-4-26b-a4b",
+            "minimax-m2.5",
+            "llama-4-scout",
+            "deepseek-v3.2",
+        ),
         ("phi-2", "olmo-2-7b", "qwen3-vl-2b"),
     ),
 )
