@@ -31,7 +31,7 @@ from drumline.models.shards import (
     names_of_tensors,
     tied_weights_differ,
 )
-from drumline.models.text_part import TextNames, take_text_part, whole_without_memory
+from drumline.models.text_part import TextNames, build_on_meta_device, take_text_part
 from drumline.models.vocabulary import Growth, grow_whole, set_rows
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def lay_out(
         whole = None
         config_of_whole = config_around_text(pretrained, model)
         if config_of_whole is not None:
-            whole = whole_without_memory(config_of_whole)
+            whole = build_on_meta_device(config_of_whole)
         files = find_weights_in_files(pretrained, model, built, heads, growth, whole)
         # Heads that the files lack, such as the score of a reward model made of a causal LM.
         lacking = heads - files.places.keys()
@@ -284,7 +284,7 @@ def _read_text_part(
     names = TextNames(whole, text)
     lacking = take_text_part(whole, text)
     for name in lacking_in_whole:
-        own_name = names.name(name)
+        own_name = names.name_in_text_model(name)
         if own_name is not None:
             lacking.add(own_name)
     return text, lacking

@@ -12,7 +12,7 @@ from drumline.config.config import LoRAConfig, ModelConfig
 from drumline.errors import ModelError
 from drumline.models import adapters
 from drumline.models.build import build_model
-from drumline.models.direct_weights import read_children
+from drumline.models.direct_weights import children_with_directly_read_weight
 from drumline.models.load import facts
 from drumline.models.pack import pack
 from drumline.plan.unadapted import describe_unadapted, find_unadapted
@@ -146,7 +146,7 @@ class Overrides(TimesItself):
 
 
 def test_what_counts_as_reading() -> None:
-    assert read_children(TimesItself) == {"read"}
-    assert read_children(Inherits) == {"read"}
-    assert read_children(Overrides) == frozenset()
-    assert read_children(nn.MultiheadAttention) == frozenset()
+    assert children_with_directly_read_weight(TimesItself) == {"read"}
+    assert children_with_directly_read_weight(Inherits) == {"read"}
+    assert children_with_directly_read_weight(Overrides) == frozenset()
+    assert children_with_directly_read_weight(nn.MultiheadAttention) == frozenset()

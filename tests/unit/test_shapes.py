@@ -22,7 +22,7 @@ from drumline.models.shapes import (
     names_to_count,
     with_config,
 )
-from drumline.models.text_part import text_config_of, whole_without_memory
+from drumline.models.text_part import build_on_meta_device, text_config_of
 from drumline.plan.facts import ModelFacts
 from drumline.planner.sizes import SHIPPED, FoundModel, sizes_of
 from tests.harness import ROOT
@@ -127,7 +127,7 @@ def whole_parameters(name: str, sizes: ModelFacts) -> int:
     config = whole_config(None, with_config(KNOWN[name], ModelConfig(id=name)))
     if text_config_of(config) is None:
         return sizes.parameters
-    return sum(weight.numel() for weight in whole_without_memory(config).parameters())
+    return sum(weight.numel() for weight in build_on_meta_device(config).parameters())
 
 
 @pytest.mark.parametrize("name", ON_CARDS)
