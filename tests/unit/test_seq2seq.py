@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 from transformers.models.auto import modeling_auto
 
 from drumline.algorithms.seq2seq.spec import Seq2SeqConfig
@@ -101,6 +104,33 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str) -> None:
         for name, gradient in wanted.items():
             found = model.get_parameter(name).grad
             torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_of_its_own_is_read_trained_and_exported(tmp_path: Path) -> None:
+    """FLAN-T5's files hold two weights that its config in transformers 5 ties."""
+    values = dict(KINDS["t5, untied as 1.1"])
+    written = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(**values))
+    written.save_pretrained(tmp_path / "flan")
+    weights = load_file(tmp_path / "flan" / "model.safetensors")
+    weights["lm_head.weight"] = torch.randn(96, 32, generator=torch.Generator().manual_seed(0))
+    save_file(weights, tmp_path / "flan" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "flan" / "config.json").write_text(json.dumps(values))
+
+    section = ModelConfig(id=str(tmp_path / "flan"))
+    model = build_model(section.id, section, seed=0, head="seq2seq")
+    known = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "flan")
+    for name, value in known.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert model.encoder.embed_tokens.weight is model.shared.weight
+    assert facts(load_config(section.id, section), 64, head="seq2seq").parameters == sum(
+        parameter.numel() for parameter in known.parameters()
+    )
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    model.save_pretrained(tmp_path / "export")
+    exported = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "export")
+    assert torch.equal(exported.lm_head.weight, 2 * known.lm_head.weight)
+    assert not exported.config.scale_decoder_outputs
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart", "t5gemma"])
