@@ -24,6 +24,7 @@ from drumline.models.classes import ENCODER_DECODERS
 from drumline.models.head import ForwardWithObjective, require_next_token
 from drumline.models.load import facts, load_config
 from drumline.planner.seq2seq import resolve_seq2seq
+from drumline.system.yaml_lines import write_yaml
 from tests.tiny import CHATML, tiny_tokenizer
 
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
@@ -238,6 +239,9 @@ def test_sft_becomes_seq2seq() -> None:
     # What is resolved stays as it is.
     assert resolve_seq2seq(config, t5, said.extend) == config
     assert len(said) == 1
+    # A plan writes what is set into the YAML.
+    written = write_yaml(config.model_dump(mode="json", exclude_unset=True))
+    assert load_text(written, []).algorithm == algorithm
 
 
 @pytest.mark.parametrize(

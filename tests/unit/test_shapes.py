@@ -230,10 +230,11 @@ def test_sizes_of_encoders_round_to_the_published_billions(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    heads: dict[str | None, Head] = {None: "seq2seq", "embed": "embedding", "rerank": "score"}
+    heads: dict[str | None, Head] = {None: "seq2seq", "embed": "embedding", "rerank": "text"}
     known = KNOWN[name]
     head = heads[known.algorithm]
-    sizes = sizes_of(FoundModel(with_config(known, ModelConfig(id=name)), None), 512, head)
+    found = FoundModel(with_config(known, ModelConfig(id=name)), None)
+    sizes = sizes_of(found, 512, head, labels=["relevance"])
     count = sizes.parameters
     if head == "embedding":
         # The files have the pooler of BERT, which is not trained.
