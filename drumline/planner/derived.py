@@ -371,10 +371,12 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
     The adapters lie where `models.adapters` lays them; everything else is frozen.
 
     None for a model that has adapters or frozen parts already, or whose weights are not known one
-    by one, or with experts of another class than EXPERTS, and for an adapter that trains more than
-    its factors.
+    by one, with experts of another class than EXPERTS, or with recurrent layers, and for an adapter
+    that trains more than its factors.
     """
     if facts.frozen or not facts.block_weights or facts.vision_language or facts.batch_norms:
+        return None
+    if _has_scans(facts):
         return None
     if adapter.dora or adapter.more or adapter.modules_to_save or adapter.trainable_tokens:
         return None
@@ -416,6 +418,13 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
         block_parameters=tuple(parameters_of_blocks[ahead:]),
         end_weights=_freeze(facts.end_weights),
     )
+
+
+def _has_scans(facts: ModelFacts) -> bool:
+    """Return whether a model has recurrent layers, some of whose FLOPs belong to no weight."""
+    # By this parameter `blocks.scan_flops` knows them, too.
+    blocks = (block for block, _ in facts.kinds_of_blocks)
+    return any(has_ending(weight.name, "A_log") for block in blocks for weight in block)
 
 
 def _freeze(weights: Iterable[Weight]) -> tuple[Weight, ...]:
