@@ -81,7 +81,7 @@ STREAM_DROPOUTS = (
 # Config keys without which the sizes of a model are not known.
 SHAPE_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 # Keys that a model reads, though the class of its config does not declare them.
-UNDECLARED = {"qwen3_moe": ("head_dim",), "glm4_moe": ("head_dim",)}
+UNDECLARED = {"qwen3_moe": ("head_dim",), "glm4_moe": ("head_dim",), "falcon_h1": ("head_dim",)}
 # Kinds of layers whose attention sees a window.
 WINDOWED_LAYERS = {"sliding_attention", "chunked_attention"}
 # FLOPs of a token for each parameter in a matrix product: 2 in forward, and 2 each for the

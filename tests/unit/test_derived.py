@@ -133,6 +133,25 @@ def test_targets_by_name_may_be_in_a_tower() -> None:
     assert with_lora(facts(config, 1024), LoRAConfig(targets=["q_proj"])) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "fewer"),
+    [
+        ("falcon-h1-0.5b", {"num_hidden_layers": 2}),
+        ("qwen3-next-80b-a3b", {"num_hidden_layers": 4}),
+        ("nemotron-3-nano-30b-a3b", {"hybrid_override_pattern": "ME*"}),
+    ],
+)
+def test_adapters_of_recurrent_layers_are_counted(
+    name: str, fewer: dict[str, Any], kept: Path
+) -> None:
+    """The FLOPs of their scans are the same whether weights are frozen or not."""
+    config = load_config(None, with_config(KNOWN[name], ModelConfig(id=name, config=fewer)))
+    assert with_lora(facts(config, 64), LoRAConfig(targets="attention")) is None
+    found = FoundModel(ModelConfig(id=None, config=KNOWN[name].values | fewer), None)
+    adapter = LoRAConfig(r=8, targets="attention")
+    assert not differences(sizes_of(found, 64, "lm", adapter=adapter), facts(config, 64, adapter))
+
+
 def test_adapters_over_unknown_experts_are_counted() -> None:
     """Granite's class of experts has no row in `derived.EXPERTS`."""
     architecture = {**ARCHITECTURES["granitemoe"], "num_hidden_layers": 2}

@@ -27,6 +27,7 @@ from drumline.models.classes import ENCODER_DECODERS
 from drumline.models.head import ForwardWithObjective, require_next_token
 from drumline.models.load import facts, load_config
 from drumline.planner.seq2seq import resolve_seq2seq
+from drumline.system.yaml_lines import write_yaml
 from tests.tiny import CHATML, tiny_tokenizer
 
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
@@ -158,8 +159,10 @@ def test_sizes_of_both_stacks(kind: str) -> None:
     assert sizes.layers * sizes.attention_flops == attention
     products = 0.0
     for name, weight in weights.items():
-        # Two for a forward, and two for each gradient. The encoder's tokens of T5Gemma are looked up.
-        if name != "model.encoder.embed_tokens.weight":
+        # Two for a forward, and two for each gradient. The encoder's tokens of T5Gemma are looked up,
+        # and all tokens of a T5 whose head has a weight of its own.
+        is_looked_up = name == "shared.weight" and "lm_head.weight" in weights
+        if name != "model.encoder.embed_tokens.weight" and not is_looked_up:
             products += (4 + 2 * weight.requires_grad) * weight.numel() / 2
     assert sizes.flops_per_token == pytest.approx(products + attention)
     assert "encoder" in sizes.uncut
@@ -268,6 +271,9 @@ def test_sft_becomes_seq2seq() -> None:
     # What is resolved stays as it is.
     assert resolve_seq2seq(config, t5, said.extend) == config
     assert len(said) == 1
+    # A plan writes what is set into the YAML.
+    written = write_yaml(config.model_dump(mode="json", exclude_unset=True))
+    assert load_text(written, []).algorithm == algorithm
 
 
 @pytest.mark.parametrize(
