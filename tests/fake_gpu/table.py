@@ -355,7 +355,7 @@ work("gated deltanet", "fp32", {"data": {"packing": False}}, "cp 2", **DELTA)
 QWEN3_MOE: dict[str, Any] = {"architecture": "qwen3_moe"}
 QLORA = {"adapter": {**LORA["adapter"], "quantize": "4bit"}}
 EXPERTS_IN_BITS: dict[str, Any] = {"tolerance": 3e-2, **QWEN3_MOE}
-work("experts, qlora 4bit", "bf16", QLORA, "ep 2", "fsdp2 2", **EXPERTS_IN_BITS)
+work("experts, qlora 4bit", "bf16", QLORA, "ep 2", "fsdp2 2", "zero3 2", **EXPERTS_IN_BITS)
 work("router bias", "fp32", {"model": {"router_bias_rate": 0.02}}, "one device", "ep 2", **DEEPSEEK)
 work("encoder-decoder", "fp32", {}, "one device", "fsdp2 2", architecture="t5")
 BY_NAME = {row.name: row for row in ROWS}
