@@ -85,7 +85,7 @@ class Family(NamedTuple):
 
 def families() -> list[Any]:
     """Return a case for each family, whole and adapted; one of each sort runs without --full."""
-    kinds = [*IMAGES, *HYBRIDS, *HYBRID_MIXTURES, *MIXTURES, *SEQ2SEQ, "t5"]
+    kinds = [*IMAGES, *HYBRIDS, *MIXTURES, *SEQ2SEQ, "t5"]
     kept = {("lfm2", True), ("gemma3", False)}
     found = []
     for kind in dict.fromkeys(kinds):

@@ -50,7 +50,15 @@ BASE: Sections = {
 LORA: Sections = {"adapter": {"kind": "lora", "r": 4}}
 PACKED: Sections = {"adapter": {"kind": "lora", "r": 4, "quantize": "4bit"}}
 MIXTURES = (*HYBRID_MIXTURES, "qwen3_next")
-DENSE = ("lfm2", "falcon_h1", "nemotron_h")
+# Those that train whole. The others train an adapter.
+WHOLE = (
+    "granitemoehybrid, experts",
+    "nemotron_h, experts",
+    "qwen3_next",
+    "lfm2",
+    "falcon_h1",
+    "nemotron_h",
+)
 
 
 class Kind(NamedTuple):
@@ -61,7 +69,7 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[str, Kind] = {}
-for model in (*MIXTURES, *DENSE):
+for model in WHOLE:
     KINDS[f"{model}, whole"] = Kind(model, {})
 for model in MIXTURES:
     KINDS[f"{model}, lora"] = Kind(model, LORA)
@@ -71,35 +79,17 @@ SPREADS: dict[str, tuple[int, Sections]] = {
     "single": (1, {}),
     "ep 2": (2, {"strategy": {"kind": "ddp", "ep": 2}}),
     "fsdp2, ep 2": (2, {"strategy": {"kind": "fsdp2", "ep": 2}, **IN_MICRO_BATCHES}),
-    "fsdp2 2 x ep 2": (4, {"strategy": {"kind": "fsdp2", "ep": 2}, **IN_MICRO_BATCHES}),
-    "ep 2 x cp 2": (4, {"strategy": {"kind": "ddp", "ep": 2, "cp": 2}}),
     "pp 2": (2, {"strategy": "pp", **IN_MICRO_BATCHES}),
     "zero3 2": (2, {"strategy": CUT}),
     "cp 2": (2, {"strategy": "cp"}),
 }
 IN_STAGES_AND_PARTS = ("pp 2", "zero3 2", "cp 2")
 # What experts that lie on several ranks are asked of.
-OF_EXPERTS = {
-    "whole": ("fsdp2, ep 2",),
-    "lora": ("ep 2", "fsdp2 2 x ep 2", "ep 2 x cp 2"),
-    "4bit": ("ep 2", "fsdp2, ep 2"),
-}
+OF_EXPERTS = {"whole": "fsdp2, ep 2", "lora": "ep 2", "4bit": "ep 2"}
 # The rest runs with --full.
 KEPT = {("granitemoehybrid, experts, lora", "ep 2")}
 # Stopped under the first spread after two steps, gone on with under the second.
-MOVES = [
-    ("granitemoehybrid, experts, lora", "ep 2", "single"),
-    ("granitemoehybrid, experts, 4bit", "single", "fsdp2, ep 2"),
-    ("nemotron_h, experts, lora", "single", "ep 2"),
-    ("nemotron_h, experts, whole", "fsdp2 2 x ep 2", "zero3 2"),
-    ("qwen3_next, lora", "fsdp2, ep 2", "single"),
-    ("qwen3_next, whole", "single", "ep 2"),
-    ("lfm2, whole", "pp 2", "single"),
-    ("falcon_h1, whole", "single", "pp 2"),
-    ("nemotron_h, whole", "pp 2", "zero3 2"),
-    ("falcon_h1, whole", "cp 2", "single"),
-    ("lfm2, whole", "zero3 2", "cp 2"),
-]
+MOVES = [("granitemoehybrid, experts, lora", "ep 2", "single")]
 
 
 def spreads_of(kind: str) -> list[str]:
@@ -107,8 +97,8 @@ def spreads_of(kind: str) -> list[str]:
     trained = kind.removeprefix(f"{model}, ")
     spreads: list[str] = []
     if model in MIXTURES:
-        spreads += OF_EXPERTS[trained]
-    if trained == "whole":
+        spreads.append(OF_EXPERTS[trained])
+    if trained == "whole" and model not in HYBRID_MIXTURES:
         spreads += IN_STAGES_AND_PARTS
     return spreads
 

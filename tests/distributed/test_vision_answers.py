@@ -10,7 +10,7 @@ import pytest
 
 from drumline.config.load import load
 from drumline.train.setup import Request
-from tests.distributed.rows import CUT, TOLERANCE
+from tests.distributed.rows import TOLERANCE
 from tests.distributed.setups import (
     SAVED_TWICE,
     case,
@@ -58,29 +58,21 @@ GRPO: Sections = {
     # Two prompts a step.
     "batch": {"global_samples": 4, "micro_batch": 1},
 }
-LORA: Sections = {"adapter": {"kind": "lora", "r": 4}}
 KINDS: dict[str, Sections] = {
     "dpo": {"algorithm": {"kind": "dpo"}},
-    "dpo, lora": {"algorithm": {"kind": "dpo", "reference": "adapter"}, **LORA},
     "reward": {"algorithm": {"kind": "reward"}},
     "grpo": GRPO,
-    "grpo, lora": {**GRPO, **LORA},
 }
 SPREADS: dict[str, tuple[int, Any]] = {
     "single": (1, "single"),
     "ddp 2": (2, "ddp"),
     "fsdp2 2": (2, "fsdp2"),
-    "zero3 2": (2, CUT),
 }
 MOVES = [
     ("single", "ddp 2"),
     ("single", "fsdp2 2"),
     ("ddp 2", "single"),
     ("fsdp2 2", "single"),
-    ("ddp 2", "fsdp2 2"),
-    ("fsdp2 2", "ddp 2"),
-    ("single", "zero3 2"),
-    ("zero3 2", "single"),
 ]
 # The rest runs with --full.
 KEPT = {
@@ -105,7 +97,7 @@ def plan(root: Path, folder: str, kind: str, spread: str) -> Path:
     place = root / folder
     place.mkdir()
     sections = merge(BASE, KINDS[kind], {"strategy": strategy})
-    rows = "texts" if kind.startswith("grpo") else "pairs"
+    rows = "texts" if kind == "grpo" else "pairs"
     overrides = [
         f"data.train=[{{kind: file, path: {root / rows}.jsonl}}]",
         "data.eval=[]",
@@ -135,6 +127,6 @@ def test_goes_on_under_another(runs: Path, kind: str, a: str, b: str) -> None:
     assert len(set(column(reference, "loss"))) == 4
     same_steps(mine, reference, TOLERANCE, skip=2)
     same_weights(mine, reference, TOLERANCE)
-    if kind.startswith("grpo"):
+    if kind == "grpo":
         rewards = [event["reward"] for event in events(reference, "rollout")]
         assert [event["reward"] for event in events(mine, "rollout")] == rewards[2:]
