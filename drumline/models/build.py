@@ -19,6 +19,7 @@ from drumline.models.load import (
     config_around_text,
     load_config,
     load_grown,
+    untie_unscaled_head,
 )
 from drumline.models.scores import add_head, extra_heads, remove_pooler
 from drumline.models.shards import (
@@ -142,7 +143,9 @@ def _draw_whole_model(
         make = auto_class(config, head).from_config
         return make(config, **options, trust_remote_code=model.trust_remote_code)
 
-    return call_loader(path or "model.config", model, build)
+    drawn = call_loader(path or "model.config", model, build)
+    untie_unscaled_head(drawn)
+    return drawn
 
 
 def build_model(
@@ -236,6 +239,7 @@ def _read_whole_model(
     else:
         loader = auto_class(config, head.kind)
         built, lacking = _read_all(path, model, reading, loader)
+        untie_unscaled_head(built)
     if growth is not None and growth.changes_rows:
         grow_whole(built, growth)
     heads = extra_heads(built)

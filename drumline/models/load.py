@@ -331,22 +331,23 @@ def build_without_memory(
             # Some functions of torch, such as torch.normal, ignore the device of the context.
             if not tensor.is_meta:
                 _move_to_meta(tensor)
-        _untie_scaled_head(model)
+        untie_unscaled_head(model)
         return add_head(model, head)
 
 
-def _untie_scaled_head(model: Any) -> None:
+def untie_unscaled_head(model: Any) -> None:
     """Give the head of a T5 1.1 or a FLAN-T5 a weight of its own, if the model has a head.
 
     Their config says so by `tie_word_embeddings: false`. transformers keeps only `scale_decoder_outputs`
     of it, ties the head nevertheless, and unties it again if the files hold two weights that differ.
+    The new weight begins as a copy of the embedding.
     """
     if getattr(model.config, "scale_decoder_outputs", True) or not hasattr(model, "lm_head"):
         return
     embedding = model.get_input_embeddings().weight
     if model.lm_head.weight is not embedding:
         return
-    model.lm_head.weight = torch.nn.Parameter(torch.empty_like(embedding))
+    model.lm_head.weight = torch.nn.Parameter(embedding.detach().clone())
     for name in ("_tied_weights_keys", "all_tied_weights_keys"):
         tied = dict(getattr(model, name))
         tied.pop("lm_head.weight", None)
