@@ -235,7 +235,7 @@ def write_rows_with_images(folder: Path, config: Sections) -> None:
 
 def _numbers(row: Row) -> str:
     """Return the same for rows that one run on the CPU is the reference of."""
-    values = [row.architecture, row.layers, row.reference_sections]
+    values = [row.architecture, row.layers, row.reference_sections, row.reference_world_size]
     return json.dumps(values, sort_keys=True)
 
 
