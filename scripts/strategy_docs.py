@@ -51,8 +51,9 @@ Commit {commit}.
 
 ## 一致性测试测得的数值
 每种策略训练若干情形，与单进程、相同全局 batch、fp32 的训练相比。数字是各情形中损失、梯度范数、权重和优化器矩的最大相对误差，
-最后一列是出现它的情形。超过 1e-5 的只有矩。[全部数值](../../benchmarks/results/parity-cpu.json)：{hardware}，torch {torch}，
-transformers {transformers}，{steps} 步，
+最后一列是出现它的情形。超过 1e-5 的只有矩。
+[全部数值](../../benchmarks/results/parity-cpu.json)：{hardware}，torch {torch}，
+transformers {transformers}，{steps} 步。
 提交 {commit}。
 `{command}`
 """,

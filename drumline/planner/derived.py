@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import Any
 
 from drumline.config.config import LoRAConfig
-from drumline.plan.facts import ModelFacts, Weight, has_ending
+from drumline.plan.facts import ModelFacts, Weight, has_ending, names_attention
 
 # More layers than any model has. `_resize` makes a tuple with an entry for each layer.
 MOST_LAYERS = 10**4
@@ -606,7 +606,7 @@ def _is_targeted(
         return True
     if not isinstance(targets, list):
         # The only other word is "attention": the linear layers of attention.
-        return any("attention" in owner.lower() for owner in owners[:-1])
+        return any(names_attention(owner) for owner in owners[:-1])
     meant = [target for target in targets if has_ending(name, target)]
     if owners[-1:] != ("Linear",):
         # An ending of linear layers means these, not the experts.

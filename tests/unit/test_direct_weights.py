@@ -15,6 +15,7 @@ from drumline.models.build import build_model
 from drumline.models.direct_weights import children_with_directly_read_weight
 from drumline.models.load import facts
 from drumline.models.pack import pack
+from drumline.plan.facts import names_attention
 from drumline.plan.unadapted import describe_unadapted, find_unadapted
 from drumline.planner.derived import with_lora
 from tests.unit.test_adapted_experts import config_of as config_of_mixture
@@ -150,3 +151,12 @@ def test_what_counts_as_reading() -> None:
     assert children_with_directly_read_weight(Inherits) == {"read"}
     assert children_with_directly_read_weight(Overrides) == frozenset()
     assert children_with_directly_read_weight(nn.MultiheadAttention) == frozenset()
+
+
+def test_a_layer_that_has_an_attention_is_no_attention() -> None:
+    """Else `targets: attention` would adapt its feed-forward part, and OLMo Hybrid's recurrent layers."""
+    assert names_attention("LlamaAttention")
+    assert names_attention("T5LayerSelfAttention")
+    assert not names_attention("Zamba2AttentionDecoderLayer")
+    assert not names_attention("OlmoHybridLinearAttentionDecoderLayer")
+    assert not names_attention("LlamaMLP")
