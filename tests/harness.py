@@ -186,6 +186,12 @@ def letters(prompt: str, completion: str, letter: str, **_: Any) -> float:
     return completion.count(letter) / max(1, len(completion))
 
 
+def letter_ranks(prompt: str, completions: list[str], letter: str, **_: Any) -> list[float]:
+    """A reward of a group: the share of a group that has fewer of `letter` than a completion."""
+    counts = [completion.count(letter) for completion in completions]
+    return [sum(other < count for other in counts) / len(counts) for count in counts]
+
+
 ROWS = {
     **dict.fromkeys(("reward", "dpo", "orpo", "simpo"), pair_rows),
     **dict.fromkeys(("kto", "npo"), judged_rows),
@@ -197,6 +203,7 @@ ROWS = {
     "gkd": answered_rows,
 }
 LETTERS = {"kind": "function", "path": "tests.harness:letters"}
+LETTER_RANKS = {"kind": "function", "path": "tests.harness:letter_ranks", "of": "group"}
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:

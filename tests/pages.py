@@ -29,6 +29,8 @@ TASKS = (
     "mixtures",
     "vision_language",
     "embedding_model",
+    "encoder_decoder",
+    "long_sequences",
     "recipes",
     "own_loop",
     "plan_before_you_buy",

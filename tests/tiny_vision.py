@@ -11,6 +11,7 @@ from tests.tiny import (
     random_model,
     save_model,
     tiny_tokenizer,
+    tiny_vision_dir,
 )
 
 # Each tower sees tiles of 16 × 16 pixels in patches of 4 × 4, and has 4 tokens for one.
@@ -243,4 +244,15 @@ def tiny_family_dir(path: Path, model_type: str, seed: int = 0) -> Path:
     let_states_last(model)
     save_model(path, model, tokenizer)
     family_processor(model_type).save_pretrained(path)
+    return path
+
+
+def tiny_vision_judge_dir(path: Path, layers: int = 2) -> Path:
+    """Save a Qwen3-VL with a random head of one score a sequence to `path`, to train or to judge."""
+    from drumline.config.model import ModelConfig
+    from drumline.models.build import build_model
+
+    folder = str(tiny_vision_dir(path, layers=layers))
+    judge = build_model(folder, ModelConfig(id=folder), seed=1, head="score")
+    judge.save_pretrained(path)
     return path

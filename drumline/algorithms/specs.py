@@ -186,7 +186,7 @@ class RetrievalSpec(AlgorithmSpec):
         0,
         ge=0,
         le=1000,
-        description="At most this many negatives of a row are used, the first ones. With 0, rows must have none.",
+        description="At most this many negatives of a row are used, the first ones. With 0, a row that has any is refused.",
     )
 
     @property

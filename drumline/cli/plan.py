@@ -138,6 +138,10 @@ def recipes(
         str | None,
         typer.Option(metavar="NAME", help="Only this family of models, such as qwen3 or llama."),
     ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Only this size of models, such as 8b or 30b-a3b."),
+    ] = None,
     task: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Only this task: sft, sft-lora, dpo, grpo."),
@@ -155,7 +159,7 @@ def recipes(
     """
     from drumline.planner.recipes import show_recipes
 
-    show_recipes(family, task, machine)
+    show_recipes(family, size, task, machine)
 
 
 def plan(

@@ -30,7 +30,7 @@ from drumline.data.targets import EncodedSample, Encoder, TokenSegment, Truncati
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import ConfigError, DataError
 from drumline.foreign import expand_home, finite_number
-from drumline.models.classes import SEEING_TYPES
+from drumline.models.classes import IMAGE_READING_TYPES
 
 DIGEST_DIGITS = 16  # hex digits of sha256 over a prompt
 MOST_DIGITS = 600  # digits of a class that is a number; Python parses at least 640
@@ -90,7 +90,7 @@ def refuse_images(row: Row) -> None:
     if holds_images(row):
         what = "this row holds images, and text alone is read here"
         fix = (
-            f"name a model whose images are read ({', '.join(sorted(SEEING_TYPES))}), or train on"
+            f"name a model whose images are read ({', '.join(sorted(IMAGE_READING_TYPES))}), or train on"
             " the text: read none of a column with `columns: {images: ''}`"
         )
         raise DataError(what, where=row.origin, fix=fix)

@@ -225,7 +225,7 @@ def ulysses(
     Key and value heads that N does not divide are repeated (each at most H / kv times), so that
     each rank gets the same number.
     """
-    repeats = part.parts // math.gcd(key.shape[1], part.parts)
+    repeats = part.world_size // math.gcd(key.shape[1], part.world_size)
     if repeats > 1:
         key = key.repeat_interleave(repeats, 1)
         value = value.repeat_interleave(repeats, 1)
@@ -233,7 +233,7 @@ def ulysses(
     heads = _Heads(query.shape[1] // key.shape[1], getattr(module, "is_causal", True))
     out_BThD, _ = sdpa(heads, query, key, value, attention_mask, **options)
     # By the rank of the tokens: [N, B, t, H / N, D].
-    sent_NBthD = out_BThD.unflatten(1, (part.parts, -1)).transpose(0, 1).contiguous()
+    sent_NBthD = out_BThD.unflatten(1, (part.world_size, -1)).transpose(0, 1).contiguous()
     # By the rank of the heads: [N, B, t, H / N, D].
     received_NBthD = _exchange(part, sent_NBthD)
     out_BtHD = received_NBthD.movedim(0, 2).flatten(2, 3)
@@ -246,7 +246,7 @@ def _exchange_tokens_for_heads(part: SequencePart, *tensors_BHtD: Tensor) -> lis
     One all-to-all carries all tensors.
     """
     # Each [N, B, H / N, t, D], by the rank that the heads go to.
-    shares = [tensor.unflatten(1, (part.parts, -1)).transpose(0, 1) for tensor in tensors_BHtD]
+    shares = [tensor.unflatten(1, (part.world_size, -1)).transpose(0, 1) for tensor in tensors_BHtD]
     received = _exchange(part, torch.cat([share.flatten(1) for share in shares], 1))
     sizes = [share[0].numel() for share in shares]
     whole: list[Tensor] = []
@@ -260,7 +260,7 @@ def _exchange(part: SequencePart, by_rank: Tensor) -> Tensor:
 
     The gradient travels back the same way.
     """
-    sizes = [1] * part.parts
+    sizes = [1] * part.world_size
     received: Tensor = all_to_all_single_autograd(by_rank, sizes, sizes, part.group)
     return received
 
@@ -393,7 +393,7 @@ def _same_in_parts(
 
     def trial(small: Any, ids_BT: Tensor) -> bool:
         run_in_parts(small)
-        batch = _trial_batch(small, ids_BT, part.parts * tokens, packing)
+        batch = _trial_batch(small, ids_BT, part.world_size * tokens, packing)
         trunk = small.get_decoder() or small
         if part.cuts_embeddings:
             trunk = small.base_model
@@ -406,7 +406,7 @@ def _same_in_parts(
     is_same = try_small(model, device, trial)
     part.active = False
     ranks_that_agree = part.total(torch.tensor(float(is_same), device=device))
-    return float(ranks_that_agree) == part.parts
+    return float(ranks_that_agree) == part.world_size
 
 
 def _trial_batch(small: Any, ids_BT: Tensor, multiple: int, packing: bool) -> TrialTokens:

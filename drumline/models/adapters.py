@@ -52,7 +52,7 @@ from drumline.models.direct_weights import directly_read_layers
 from drumline.models.packed import PackedLinear, PackedTensor, packings_of
 from drumline.models.parts import is_part, names_in_part, unread_names
 from drumline.models.scores import extra_heads
-from drumline.plan.facts import has_ending
+from drumline.plan.facts import has_ending, names_attention
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ def _layers_of_attention(model: Any, candidates: Collection[str]) -> list[str]:
     """Return the names of candidates inside modules whose class is named an attention."""
     outer_names = []
     for name, module in model.named_modules():
-        if "attention" in type(module).__name__.lower():
+        if names_attention(type(module).__name__):
             outer_names.append(f"{name}.")
     prefixes = tuple(outer_names)
     chosen = [name for name in candidates if name.startswith(prefixes)]

@@ -19,6 +19,7 @@ from drumline.models.load import (
     config_around_text,
     load_config,
     load_grown,
+    untie_unscaled_head,
 )
 from drumline.models.scores import add_head, extra_heads, remove_pooler
 from drumline.models.shards import (
@@ -31,7 +32,7 @@ from drumline.models.shards import (
     names_of_tensors,
     tied_weights_differ,
 )
-from drumline.models.text_part import TextNames, take_text_part, whole_without_memory
+from drumline.models.text_part import TextNames, build_on_meta_device, take_text_part
 from drumline.models.vocabulary import Growth, grow_whole, set_rows
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def lay_out(
         whole = None
         config_of_whole = config_around_text(pretrained, model)
         if config_of_whole is not None:
-            whole = whole_without_memory(config_of_whole)
+            whole = build_on_meta_device(config_of_whole)
         files = find_weights_in_files(pretrained, model, built, heads, growth, whole)
         # Heads that the files lack, such as the score of a reward model made of a causal LM.
         lacking = heads - files.places.keys()
@@ -142,7 +143,9 @@ def _draw_whole_model(
         make = auto_class(config, head).from_config
         return make(config, **options, trust_remote_code=model.trust_remote_code)
 
-    return call_loader(path or "model.config", model, build)
+    drawn = call_loader(path or "model.config", model, build)
+    untie_unscaled_head(drawn)
+    return drawn
 
 
 def build_model(
@@ -236,6 +239,7 @@ def _read_whole_model(
     else:
         loader = auto_class(config, head.kind)
         built, lacking = _read_all(path, model, reading, loader)
+        untie_unscaled_head(built)
     if growth is not None and growth.changes_rows:
         grow_whole(built, growth)
     heads = extra_heads(built)
@@ -284,7 +288,7 @@ def _read_text_part(
     names = TextNames(whole, text)
     lacking = take_text_part(whole, text)
     for name in lacking_in_whole:
-        own_name = names.name(name)
+        own_name = names.name_in_text_model(name)
         if own_name is not None:
             lacking.add(own_name)
     return text, lacking

@@ -67,7 +67,7 @@ ENCODER_DECODERS = frozenset(
     }
 )
 # Types of vision-language models whose images are read; `image_tokens.FAMILIES` says how.
-SEEING_TYPES = frozenset(
+IMAGE_READING_TYPES = frozenset(
     {
         "gemma3",
         "glm4v",
@@ -112,7 +112,7 @@ def is_vision_language(config: Any) -> bool:
 
 def is_text_alone(config: Any) -> bool:
     """Return whether a vision-language model's images are not read here."""
-    return is_vision_language(config) and config.model_type not in SEEING_TYPES
+    return is_vision_language(config) and config.model_type not in IMAGE_READING_TYPES
 
 
 def is_encoder_decoder(config: Any) -> bool:

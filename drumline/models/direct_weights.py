@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
-# What is read of a weight without its numbers, as in `self.wo.weight.dtype`.
-PROPERTIES = {"dtype", "device", "shape", "ndim"}
-# Methods that set first values.
-NOT_IN_FORWARD = ("__init__", "init_", "_init_", "reset_")
+# Attributes of a weight that say nothing of its numbers, as in `self.wo.weight.dtype`.
+METADATA_ATTRIBUTES = {"dtype", "device", "shape", "ndim"}
+# Beginnings of the names of methods that set first values.
+INIT_METHOD_PREFIXES = ("__init__", "init_", "_init_", "reset_")
 
 
 def directly_read_layers(model: nn.Module) -> list[nn.Module]:
@@ -26,7 +26,7 @@ def directly_read_layers(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     for module in model.modules():
         owner: Any = type(module)
-        for name in read_children(owner):
+        for name in children_with_directly_read_weight(owner):
             layer = getattr(module, name, None)
             # An adapter is looked through: the class that reads its `weight` is the same.
             base = getattr(layer, "base_layer", layer)
@@ -36,11 +36,12 @@ def directly_read_layers(model: nn.Module) -> list[nn.Module]:
 
 
 @functools.cache
-def read_children(owner: type[Any]) -> frozenset[str]:
+def children_with_directly_read_weight(owner: type[Any]) -> frozenset[str]:
     """Return the names of children whose `weight` the methods of a class read, from its source.
 
     Uses of a weight's type, device or shape do not count, nor do parts of it (`weight[:, a:b]`), which
-    Bloom reads if `pretraining_tp` is above 1. A class without source has none.
+    Bloom reads if `pretraining_tp` is above 1. Returns an empty set if the source cannot be
+    inspected.
     """
     names: set[str] = set()
     overridden: set[str] = set()
@@ -48,7 +49,7 @@ def read_children(owner: type[Any]) -> frozenset[str]:
         if ancestor.__module__.startswith("torch.") or ancestor is object:
             continue
         for method in _methods(ancestor):
-            if method.name not in overridden and not method.name.startswith(NOT_IN_FORWARD):
+            if method.name not in overridden and not method.name.startswith(INIT_METHOD_PREFIXES):
                 names.update(_read_names(method))
             overridden.add(method.name)
     return frozenset(names)
@@ -72,9 +73,9 @@ def _read_names(method: ast.AST) -> Iterator[str]:
             name = _name_of_child(child)
             if name is None:
                 continue
-            is_property = isinstance(node, ast.Attribute) and node.attr in PROPERTIES
+            is_metadata = isinstance(node, ast.Attribute) and node.attr in METADATA_ATTRIBUTES
             is_part = isinstance(node, ast.Subscript)
-            if not is_property and not is_part and not _is_type_test(node):
+            if not is_metadata and not is_part and not _is_type_test(node):
                 yield name
 
 

@@ -282,7 +282,7 @@ class Outputs:
             return part_MK
         rows, width = targets_BT.shape
         numbers = part_MK.shape[1]
-        tokens = rows * width // self.sequence.parts
+        tokens = rows * width // self.sequence.world_size
         part_NK = part_MK.new_zeros((tokens, numbers)).index_copy(0, rows_M, part_MK)
         # `gather` joins along the second dimension: a token's numbers stay together in it.
         whole = self.sequence.gather(part_NK.reshape(rows, -1))

@@ -81,7 +81,7 @@ STREAM_DROPOUTS = (
 # Config keys without which the sizes of a model are not known.
 SHAPE_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 # Keys that a model reads, though the class of its config does not declare them.
-UNDECLARED = {"qwen3_moe": ("head_dim",), "glm4_moe": ("head_dim",)}
+UNDECLARED = {"qwen3_moe": ("head_dim",), "glm4_moe": ("head_dim",), "falcon_h1": ("head_dim",)}
 # Kinds of layers whose attention sees a window.
 WINDOWED_LAYERS = {"sliding_attention", "chunked_attention"}
 # FLOPs of a token for each parameter in a matrix product: 2 in forward, and 2 each for the
@@ -331,7 +331,27 @@ def build_without_memory(
             # Some functions of torch, such as torch.normal, ignore the device of the context.
             if not tensor.is_meta:
                 _move_to_meta(tensor)
+        untie_unscaled_head(model)
         return add_head(model, head)
+
+
+def untie_unscaled_head(model: Any) -> None:
+    """Give the head of a T5 1.1 or a FLAN-T5 a weight of its own, if the model has a head.
+
+    Their config says so by `tie_word_embeddings: false`. transformers keeps only `scale_decoder_outputs`
+    of it, ties the head nevertheless, and unties it again if the files hold two weights that differ.
+    The new weight begins as a copy of the embedding.
+    """
+    if getattr(model.config, "scale_decoder_outputs", True) or not hasattr(model, "lm_head"):
+        return
+    embedding = model.get_input_embeddings().weight
+    if model.lm_head.weight is not embedding:
+        return
+    model.lm_head.weight = torch.nn.Parameter(embedding.detach().clone())
+    for name in ("_tied_weights_keys", "all_tied_weights_keys"):
+        tied = dict(getattr(model, name))
+        tied.pop("lm_head.weight", None)
+        setattr(model, name, tied)
 
 
 def _move_to_meta(tensor: torch.Tensor) -> None:

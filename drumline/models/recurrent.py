@@ -185,12 +185,12 @@ def _run_by_documents(forward: Any, *args: Any, **options: Any) -> Any:
     if borders is None:
         return forward(*args, **options)
     if borders.by_kernels:
-        return _call_out_of_graph(run_with_borders, forward, borders, args, options)
-    return _call_out_of_graph(run_each_document, forward, borders, args, options)
+        return _run_uncompiled(run_with_borders, forward, borders, args, options)
+    return _run_uncompiled(run_each_document, forward, borders, args, options)
 
 
 @torch.compiler.disable
-def _call_out_of_graph(function: Any, *args: Any) -> Any:
+def _run_uncompiled(function: Any, *args: Any) -> Any:
     """Call a function outside of a compiled graph: each pack has documents of other lengths."""
     return function(*args)
 

@@ -18,7 +18,7 @@ from drumline.dist.copies import copy_to_device
 
 
 class SequencePart:
-    """This rank's part of every sequence: part `index` of `parts`.
+    """This rank's part of every sequence: part `index` of `world_size`.
 
     A part is one contiguous stretch. With `folded` it is two stretches, one from each end: of four
     stretches 0 and 3, or 1 and 2. Then causal attention is the same work for all ranks if each
@@ -40,14 +40,14 @@ class SequencePart:
         self.group = group
         self.cuts_embeddings = cuts_embeddings
         self.index = dist.get_rank(group)
-        self.parts = dist.get_world_size(group)
+        self.world_size = dist.get_world_size(group)
         # Its context replaces the attention of layers by one over all parts.
         self.around = around
         # The numbers of each rank's stretches.
-        self.stretches = [[rank] for rank in range(self.parts)]
+        self.stretches = [[rank] for rank in range(self.world_size)]
         if folded:
-            last = 2 * self.parts - 1
-            self.stretches = [[rank, last - rank] for rank in range(self.parts)]
+            last = 2 * self.world_size - 1
+            self.stretches = [[rank, last - rank] for rank in range(self.world_size)]
         self.positions_BT: torch.Tensor | None = None
         self.is_packed: bool | None = None
         # The tokens that others attend to; None: all, under causal attention.
@@ -144,7 +144,7 @@ class SequencePart:
 
     def gather_values(self, part_Bt: torch.Tensor) -> torch.Tensor:
         """Return [B, T, …] from each rank's [B, t, …], without a gradient. Collective."""
-        all_NBt = part_Bt.new_empty((self.parts, *part_Bt.shape))
+        all_NBt = part_Bt.new_empty((self.world_size, *part_Bt.shape))
         dist.all_gather(list(all_NBt.unbind()), part_Bt.contiguous(), group=self.group)
         # Rank by rank, each with its stretches: their numbers in the order that they arrive in.
         gathered_numbers: list[int] = []

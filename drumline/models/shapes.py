@@ -8,66 +8,16 @@ Any other model is planned from its folder, from the hub, or by `model.shape`.
 from __future__ import annotations
 
 import difflib
-import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from drumline.config.model import ModelConfig, ModelShape
 from drumline.errors import ModelError
-
-
-@dataclass(frozen=True)
-class Known:
-    """A well-known model.
-
-    `id`: on the hub. `values`: those of its config, `model_type` among them.
-    """
-
-    id: str
-    values: dict[str, Any]
-
-
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-
-
-def _rows(text: str) -> dict[str, Known]:
-    """Return short name → model, for the lines of a table.
-
-    A line `[model_type key=value …]` has values for all lines below it. Each of these is
-    `name id hidden intermediate layers heads kv_heads vocabulary positions [key=value …]`.
-    """
-    keys = [*SIZES, "vocab_size", "max_position_embeddings"]
-    common: dict[str, Any] = {}
-    rows: dict[str, Known] = {}
-    for line in text.strip().splitlines():
-        columns = []
-        named: dict[str, Any] = {}
-        for word in line.strip(" []").split():
-            key, equals, value = word.partition("=")
-            if equals:
-                named[key] = json.loads(value)
-            else:
-                columns.append(word)
-        if line.startswith("["):
-            common = {"model_type": columns[0], **named}
-        else:
-            name, model_id, *numbers = columns
-            sizes = dict(zip(keys, map(int, numbers), strict=True))
-            rows[name] = Known(model_id, {**common, **sizes, **named})
-    return rows
-
-
-def _with_sizes(sizes: Sequence[int], **more: Any) -> dict[str, Any]:
-    """Return values of a config: as many of SIZES as `sizes` has, and `more`."""
-    return {**dict(zip(SIZES, sizes, strict=False)), **more}
+from drumline.models.classes import ENCODER_DECODERS
+from drumline.models.known import Known, read_rows, with_sizes
+from drumline.models.known_encoders import WITH_SIZE_BASE, encoder_models
+from drumline.models.known_hybrids import hybrid_models
+from drumline.models.known_vision import vision_models
 
 
 def _gemma3(name: str, *sizes: int, head_dim: int) -> Known:
@@ -75,14 +25,14 @@ def _gemma3(name: str, *sizes: int, head_dim: int) -> Known:
 
     `sizes`: of the language model, in the order of SIZES.
     """
-    text = _with_sizes(
+    text = with_sizes(
         sizes,
         model_type="gemma3_text",
         head_dim=head_dim,
         vocab_size=262208,
         max_position_embeddings=131072,
     )
-    vision = _with_sizes(
+    vision = with_sizes(
         (1152, 4304, 27, 16),
         model_type="siglip_vision_model",
         patch_size=14,
@@ -130,7 +80,7 @@ def _qwen3_vl(name: str, *sizes: int, small: bool) -> Known:
     `sizes`: of the language model, in the order of SIZES. `small`: it has the smaller tower, and a
     head tied to the embedding.
     """
-    text = _with_sizes(
+    text = with_sizes(
         sizes,
         model_type="qwen3_vl_text",
         head_dim=128,
@@ -148,7 +98,7 @@ def _qwen3_vl_moe(name: str, *sizes: int) -> Known:
     `sizes`: of the language model, in the order of SIZES, and the width of an expert.
     """
     *dense, expert = sizes
-    text = _with_sizes(
+    text = with_sizes(
         dense,
         model_type="qwen3_vl_moe_text",
         head_dim=128,
@@ -208,7 +158,7 @@ def _gemma4(name: str, *sizes: int, global_kv_heads: int, experts: int = 0) -> K
     values of each sixth layer, which sees the whole row. `experts`: experts of a mixture beside
     each feed-forward part, of width 704, of which 8 take a token.
     """
-    text = _with_sizes(
+    text = with_sizes(
         sizes,
         model_type="gemma4_text",
         head_dim=256,
@@ -223,7 +173,7 @@ def _gemma4(name: str, *sizes: int, global_kv_heads: int, experts: int = 0) -> K
     if experts:
         text |= {"enable_moe_block": True, "num_experts": experts}
         text |= {"top_k_experts": 8, "moe_intermediate_size": 704}
-    vision = _with_sizes(
+    vision = with_sizes(
         (1152, 4304, 27, 16, 16),
         model_type="gemma4_vision",
         head_dim=72,
@@ -239,12 +189,47 @@ def _gemma4(name: str, *sizes: int, global_kv_heads: int, experts: int = 0) -> K
     return Known(f"google/{name}", values)
 
 
+def _gemma4_small(
+    name: str, *sizes: int, each: int, shared: int, is_double_wide: bool = False
+) -> Known:
+    """Return a small Gemma 4 with towers for images and sound.
+
+    `sizes`: of the language model, in the order of SIZES. `each`: one layer of this many sees the
+    whole row. `shared`: so many of the last layers take keys and values from layers before them.
+    `is_double_wide`: their feed-forward parts are twice as wide.
+    """
+    layers = sizes[2]
+    layer_types = ["sliding_attention"] * layers
+    for index in range(each - 1, layers, each):
+        layer_types[index] = "full_attention"
+    text = with_sizes(
+        sizes,
+        model_type="gemma4_text",
+        head_dim=256,
+        vocab_size=262144,
+        max_position_embeddings=131072,
+        sliding_window=512,
+        layer_types=layer_types,
+        num_kv_shared_layers=shared,
+        use_double_wide_mlp=is_double_wide,
+        final_logit_softcapping=30.0,
+    )
+    values = {
+        "model_type": "gemma4",
+        "text_config": text,
+        # transformers' own defaults are the sizes of both towers.
+        "vision_config": {"model_type": "gemma4_vision"},
+        "audio_config": {"model_type": "gemma4_audio"},
+    }
+    return Known(f"google/{name}", values)
+
+
 def _mistral3(name: str, text_type: str, *sizes: int, positions: int, tied: bool = False) -> Known:
     """Return a Mistral 3 or a Ministral 3 with a Pixtral tower.
 
     `text_type`: model_type of the language model. `sizes`: its, in the order of SIZES.
     """
-    text = _with_sizes(
+    text = with_sizes(
         sizes,
         model_type=text_type,
         head_dim=128,
@@ -253,7 +238,7 @@ def _mistral3(name: str, text_type: str, *sizes: int, positions: int, tied: bool
         sliding_window=None,
         tie_word_embeddings=tied,
     )
-    vision = _with_sizes(
+    vision = with_sizes(
         (1024, 4096, 24, 16),
         model_type="pixtral",
         patch_size=14,
@@ -286,7 +271,7 @@ def _nemotron3(name: str, pattern: str, **more: int) -> Known:
 
 def _llama4(name: str, experts: int, each: int, positions: int) -> Known:
     """Return a Llama 4. `each`: one layer of this many is a mixture of experts."""
-    text = _with_sizes(
+    text = with_sizes(
         (5120, 8192, 48, 40, 8),
         model_type="llama4_text",
         head_dim=128,
@@ -300,7 +285,7 @@ def _llama4(name: str, experts: int, each: int, positions: int) -> Known:
         "interleave_moe_layer_step": each,
     }
     text |= {"use_qk_norm": each == 1}
-    vision = _with_sizes(
+    vision = with_sizes(
         (1408, 5632, 34, 16), model_type="llama4_vision_model", image_size=336, patch_size=14
     )
     vision |= {"vision_output_dim": 4096, "projector_input_dim": 4096, "projector_output_dim": 4096}
@@ -404,6 +389,7 @@ glm-4.6 zai-org/GLM-4.6 5120 12288 92 96 8 151552 202752 moe_intermediate_size=1
 glm-4.7 zai-org/GLM-4.7 5120 12288 92 96 8 151552 202752 moe_intermediate_size=1536
 [minimax_m2 head_dim=128 num_local_experts=256 num_experts_per_tok=8]
 minimax-m2.5 MiniMaxAI/MiniMax-M2.5 3072 1536 62 48 8 200064 196608
+minimax-m2   MiniMaxAI/MiniMax-M2   3072 1536 62 48 8 200064 196608
 minimax-m2.7 MiniMaxAI/MiniMax-M2.7 3072 1536 62 48 8 200064 204800
 [gpt_oss head_dim=64 num_experts_per_tok=4 sliding_window=128]
 gpt-oss-20b  openai/gpt-oss-20b  2880 2880 24 64 8 201088 131072 num_local_experts=32
@@ -413,7 +399,7 @@ gpt-oss-120b openai/gpt-oss-120b 2880 2880 36 64 8 201088 131072 num_local_exper
 # predicts two tokens.
 _DEEPSEEK_V3 = {"model_type": "deepseek_v3", "max_position_embeddings": 163840}
 # Its config is of type kimi_k2, whose code is DeepSeek's.
-_KIMI_K2 = _with_sizes(
+_KIMI_K2 = with_sizes(
     (7168, 18432, 61, 64, 64),
     model_type="deepseek_v3",
     vocab_size=163840,
@@ -447,7 +433,7 @@ _NEMOTRON_SUPER = {
 
 def _text_models() -> dict[str, Known]:
     """Return the known models of text, by their short names."""
-    models = _rows(_TABLE)
+    models = read_rows(_TABLE)
     for name, (width, layers, heads) in _GPT2.items():
         sizes = {"n_embd": width, "n_layer": layers, "n_head": heads}
         models[name] = Known(f"openai-community/{name}", {"model_type": "gpt2", **sizes})
@@ -502,7 +488,7 @@ def _qwen35_models() -> dict[str, Known]:
     for size, (sizes, value_heads, tower) in dense.items():
         is_tied = size in ("0.8B", "2B", "4B")
         name = f"Qwen3.5-{size}"
-        models[name.lower()] = _qwen35(name, _with_sizes(sizes), value_heads, tower, is_tied)
+        models[name.lower()] = _qwen35(name, with_sizes(sizes), value_heads, tower, is_tied)
     models["qwen3.5-35b-a3b"] = _qwen35_moe(
         "Qwen3.5-35B-A3B", 2048, 40, 16, 2, 512, experts=256, per_token=8, value_heads=32
     )
@@ -527,6 +513,10 @@ def _models_of_images_and_text() -> dict[str, Known]:
         "gemma-3-4b": _gemma3("gemma-3-4b", 2560, 10240, 34, 8, 4, head_dim=256),
         "gemma-3-12b": _gemma3("gemma-3-12b", 3840, 15360, 48, 16, 8, head_dim=256),
         "gemma-3-27b": _gemma3("gemma-3-27b", 5376, 21504, 62, 32, 16, head_dim=128),
+        "gemma-4-e2b": _gemma4_small(
+            "gemma-4-E2B", 1536, 6144, 35, 8, 1, each=5, shared=20, is_double_wide=True
+        ),
+        "gemma-4-e4b": _gemma4_small("gemma-4-E4B", 2560, 10240, 42, 8, 2, each=6, shared=18),
         "gemma-4-26b-a4b": _gemma4(
             "gemma-4-26B-A4B", 2816, 2112, 30, 16, 8, global_kv_heads=2, experts=128
         ),
@@ -539,6 +529,9 @@ def _models_of_images_and_text() -> dict[str, Known]:
         ),
         "qwen3-vl-30b-a3b": _qwen3_vl_moe(
             "Qwen/Qwen3-VL-30B-A3B-Instruct", 2048, 6144, 48, 32, 4, 768
+        ),
+        "qwen3-vl-235b-a22b": _qwen3_vl_moe(
+            "Qwen/Qwen3-VL-235B-A22B-Instruct", 4096, 12288, 94, 64, 4, 1536
         ),
         **_qwen35_models(),
         "mistral-small-3.1-24b": _mistral3(
@@ -560,6 +553,12 @@ def _models_of_images_and_text() -> dict[str, Known]:
             *(4096, 14336, 34, 32, 8),
             positions=262144,
         ),
+        "ministral-3-14b": _mistral3(
+            "Ministral-3-14B-Base-2512",
+            "ministral3",
+            *(5120, 16384, 40, 32, 8),
+            positions=262144,
+        ),
         "llama-4-scout": _llama4("Llama-4-Scout-17B-16E", 16, 1, 10485760),
         "llama-4-maverick": _llama4("Llama-4-Maverick-17B-128E", 128, 2, 1048576),
     }
@@ -568,7 +567,12 @@ def _models_of_images_and_text() -> dict[str, Known]:
 KNOWN: dict[str, Known] = {
     **_text_models(),
     **_models_of_images_and_text(),
-    "resnet-50": Known("microsoft/resnet-50", {"model_type": "resnet"}),
+    **vision_models(),
+    **hybrid_models(),
+    **encoder_models(),
+    "resnet-50": Known(
+        "microsoft/resnet-50", {"model_type": "resnet"}, "{kind: classify, modality: image}"
+    ),
 }
 # Of the model_types above, those of models that classify images and generate no text.
 OF_IMAGES = ("resnet",)
@@ -576,7 +580,8 @@ OF_IMAGES = ("resnet",)
 # shape. Versions and dates (-v0.1, -2507) are none of these: such models differ in rows, positions
 # or more.
 _TUNING = re.compile(
-    r"-(instruct|thinking|think|reasoning|base|chat|it|pt|hf|text|inst|sft|dpo|bf16)(?=-|$)"
+    r"-(instruct|thinking|think|reasoning|base|chat|it|pt|hf|text|inst|sft|dpo|bf16|ul2|prefixlm)"
+    r"(?=-|$)"
 )
 
 # Families whose tuned models have the base model's id and -Instruct.
@@ -584,11 +589,16 @@ _INSTRUCT = ("llama-3-", "llama-3.1-", "llama-3.2-", "llama-4-", "qwen2.5-", "sm
 
 
 def names_to_count() -> list[str]:
-    """Return the names of the known models that known_sizes.txt has, one for each shape."""
+    """Return the names of the known models that known_sizes.txt has, one for each shape.
+
+    It has the sizes of language models. Other models are counted as they are asked for.
+    """
     names: list[str] = []
     shapes: list[dict[str, Any]] = []
     for name, known in KNOWN.items():
-        if known.values["model_type"] in OF_IMAGES or known.values in shapes:
+        if known.algorithm is not None or known.values["model_type"] in ENCODER_DECODERS:
+            continue
+        if known.values in shapes:
             continue
         names.append(name)
         shapes.append(known.values)
@@ -608,7 +618,11 @@ def find(name: str) -> Known | None:
             if form in KNOWN:
                 return KNOWN[form]
     for known in KNOWN.values():
-        if _TUNING.sub("", _short(known.id)) == untuned:
+        known_short = _short(known.id)
+        if known.values["model_type"] in WITH_SIZE_BASE:
+            if known_short == short:
+                return known
+        elif _TUNING.sub("", known_short) == untuned:
             return known
     return None
 

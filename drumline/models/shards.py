@@ -413,7 +413,7 @@ def _rename_tensors(
             name, _ = renaming.rename_source_key(name)
         own_name: str | None = name
         if names_of_text is not None:
-            own_name = names_of_text.name(name)
+            own_name = names_of_text.name_in_text_model(name)
         if own_name is None:
             continue
         for conversion in conversions:

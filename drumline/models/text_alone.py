@@ -15,7 +15,7 @@ import torch
 from drumline.dist.seeds import use_seed
 from drumline.errors import ModelError
 from drumline.foreign import first_line
-from drumline.models.classes import SEEING_TYPES, is_text_alone
+from drumline.models.classes import IMAGE_READING_TYPES, is_text_alone
 from drumline.models.freeze import freeze
 from drumline.models.small import is_close, narrow_config_around, try_small
 from drumline.models.text_part import take_text_part, text_config_of
@@ -60,7 +60,7 @@ def require_same_language_model(config: Any, text: Any) -> None:
             f"images of {config.model_type} are not read here, and its language model alone"
             f" ({type(alone).__name__}) computes other logits than the whole model"
         )
-        fix = f"use one of {', '.join(sorted(SEEING_TYPES))}, or a model of text"
+        fix = f"use one of {', '.join(sorted(IMAGE_READING_TYPES))}, or a model of text"
         raise ModelError(what, where="model.id", fix=fix)
 
 
@@ -89,5 +89,5 @@ def require_text_alone(model: Any) -> None:
             f"vision-language models of type {model.config.model_type} are not known here,"
             f" and text alone does not train them whole: {names[0]} gets no gradient"
         )
-        fix = f"use one of {', '.join(sorted(SEEING_TYPES))}"
+        fix = f"use one of {', '.join(sorted(IMAGE_READING_TYPES))}"
         raise ModelError(what, where="model.id", fix=fix)

@@ -1,9 +1,10 @@
 """The language model within a vision-language model whose images are not read here.
 
-`classes.SEEING_TYPES` are the types whose images are read. Of any other type that transformers has a
-language model for, the language model alone is trained; of a seeing type, if `model.config` asks
-for it. Its weights lie in the published files under other names, such as
-`model.language_model.layers.0…` for `model.layers.0…`. An export has the language model alone.
+`classes.IMAGE_READING_TYPES` are the types whose images are read. Of any other type that
+transformers has a language model for, the language model alone is trained. Of a type whose images
+are read, it is trained alone if `model.config` asks for it. Its weights lie in the published files
+under other names, such as `model.language_model.layers.0…` for `model.layers.0…`. An export has the
+language model alone.
 """
 
 from __future__ import annotations
@@ -15,43 +16,49 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.models.classes import SEEING_TYPES, is_encoder_decoder, is_vision_language
+from drumline.models.classes import IMAGE_READING_TYPES, is_encoder_decoder, is_vision_language
 
 # Keys that published configs have for the whole model alone, and a language model needs as well.
 SHARED_KEYS = ("dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
-# Types whose class does not scale its logits, where the class of their language model does
+# Types whose class does not scale its logits, while the class of their language model does
 # (`text_alone.require_same_language_model`).
-UNSCALED = ("aya_vision", "cohere2_vision")
+TYPES_WITH_OTHER_LOGITS = ("aya_vision", "cohere2_vision")
 
 
 def text_config_of(config: Any, model_type: str | None = None) -> Any | None:
-    """Return the config of the language model that is trained of a vision-language model.
+    """Return a copy of the text config if only the language model is trained; otherwise None.
 
-    It is a copy. None for any other model, for one whose images are read here, and for one whose
-    language model transformers has no class for, or one that computes something else.
+    Only the language model is trained if the images of a vision-language model are not read here,
+    or if the user asks for the language model by `model_type`. The result is None for
 
-    `model_type`: the type that is asked for. If it is that of the language model, such as
-    qwen3_5_text, the images are not read, though they could be.
+    - models of text, and language models with an encoder and a decoder
+    - models whose images are read
+    - models for whose language model transformers has no class, or a class that computes other
+      logits: the whole model is built.
+
+    `model_type`: the type that the user asks for, such as qwen3_5_text for the language model.
     """
     from drumline.vendor.transformers import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if not is_vision_language(config):
         return None
-    within = config.get_text_config()
-    if within is config or is_encoder_decoder(within) or config.model_type in UNSCALED:
+    text_config = config.get_text_config()
+    if text_config is config or is_encoder_decoder(text_config):
         return None
-    if config.model_type in SEEING_TYPES and within.model_type != model_type:
+    if config.model_type in TYPES_WITH_OTHER_LOGITS:
         return None
-    if within.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if config.model_type in IMAGE_READING_TYPES and text_config.model_type != model_type:
         return None
-    text_config = copy.deepcopy(within)
+    if text_config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return None
+    own_config = copy.deepcopy(text_config)
     for key in SHARED_KEYS:
         value = getattr(config, key, None)
-        if value is not None and getattr(text_config, key, None) is None:
-            setattr(text_config, key, value)
-    text_config.tie_word_embeddings = _is_head_tied(config, within)
-    text_config.name_or_path = config.name_or_path
-    return text_config
+        if value is not None and getattr(own_config, key, None) is None:
+            setattr(own_config, key, value)
+    own_config.tie_word_embeddings = _is_head_tied(config, text_config)
+    own_config.name_or_path = config.name_or_path
+    return own_config
 
 
 def _is_head_tied(config: Any, text_config: Any) -> bool:
@@ -96,7 +103,7 @@ class TextNames:
             head_prefix = f"{_path_of(whole, head_in_whole)}."
             self.prefixes[head_prefix] = f"{_path_of(text, head_in_text)}."
 
-    def name(self, name_in_whole: str) -> str | None:
+    def name_in_text_model(self, name_in_whole: str) -> str | None:
         """Return the name in the language model; None for a tensor that is no part of it."""
         for prefix, replacement in self.prefixes.items():
             if name_in_whole.startswith(prefix):
@@ -117,7 +124,7 @@ def _as_prefix(path: list[str]) -> str:
     return "".join(f"{part}." for part in path)
 
 
-def whole_without_memory(config: Any) -> Any:
+def build_on_meta_device(config: Any) -> Any:
     """Return a vision-language model on the meta device."""
     from transformers import AutoModelForImageTextToText
 
@@ -158,7 +165,7 @@ def _take_tensors(whole: Any, text: Any, names: TextNames) -> None:
     for path, module in whole.named_modules():
         for holder in holders:
             for key, tensor in holder(module).items():
-                name = names.name(f"{path}.{key}".removeprefix("."))
+                name = names.name_in_text_model(f"{path}.{key}".removeprefix("."))
                 if name is None:
                     continue
                 path_in_text, _, _ = name.rpartition(".")

@@ -257,6 +257,14 @@ class ModelFacts:
         return tuple(self.block_weights.index(block) for block in self.block_weights)
 
 
+def names_attention(class_name: str) -> bool:
+    """Return whether a class of modules is an attention, by its name.
+
+    A whole layer that has one, such as Zamba2AttentionDecoderLayer, is none.
+    """
+    return "attention" in class_name.lower() and not class_name.endswith("Layer")
+
+
 def mlp_parameters(block: Iterable[Weight]) -> int:
     """Return the number of parameters in a block's feed-forward part."""
     return sum(weight.numel for weight in block if weight.name.startswith("mlp."))

@@ -23,7 +23,7 @@ def _reranker_refusals(case: Case) -> Iterator[Refusal]:
             yield Refusal(
                 f"{dimension} × rerank",
                 "a reranker also gets which tokens are the query's, but a part of a model or of a row gets only ids and positions",
-                "use strategy=ddp, fsdp2 or tp",
+                "use strategy=ddp or fsdp2",
             )
 
 

@@ -36,8 +36,8 @@ from drumline.plan.teacher_rules import refusals as teacher_refusals
 
 # Refusals whose reason depends on the model. It is filled in by `replace` here, from the model's facts,
 # or by `error(reason)` in engine and models, when the model is built.
-NO_PIPELINE = Refusal("pp × the model", "", "use strategy: fsdp2 or tp instead")
-NO_CONTEXT_PARALLEL = Refusal("cp × the model", "", "use fsdp2, ddp or pp without cp")
+NO_PIPELINE = Refusal("pp × the model", "", "use strategy=fsdp2")
+NO_CONTEXT_PARALLEL = Refusal("cp × the model", "", "use strategy=ddp or fsdp2, without cp")
 NO_RECOMPUTING = Refusal(
     "activation checkpointing × the model",
     "",

@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import Any
 
 from drumline.config.config import LoRAConfig
-from drumline.plan.facts import ModelFacts, Weight, has_ending
+from drumline.plan.facts import ModelFacts, Weight, has_ending, names_attention
 
 # More layers than any model has. `_resize` makes a tuple with an entry for each layer.
 MOST_LAYERS = 10**4
@@ -123,11 +123,18 @@ MODULES = {
 
 # Classes of experts whose adapters are known here → whether their tensors have the inputs first.
 EXPERTS = {
+    "DeepseekV32Experts": False,
     "DeepseekV3Experts": False,
+    "Gemma4TextExperts": False,
     "Glm4MoeExperts": False,
     "GptOssExperts": True,
+    "Llama4TextExperts": True,
+    "MiniMaxM2Experts": False,
     "MixtralExperts": False,
+    "NemotronHExperts": False,
     "Qwen3MoeExperts": False,
+    "Qwen3VLMoeTextExperts": False,
+    "Qwen3_5MoeExperts": False,
 }
 # Classes of modules that adapters over experts add.
 ADAPTED_CLASSES = {"AdaptedExperts", "ExpertFactor"}
@@ -365,16 +372,24 @@ def _block_flops(block: Iterable[Weight], experts_per_token: int, experts: int) 
     return flops
 
 
-def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
+def with_lora(
+    facts: ModelFacts, adapter: LoRAConfig, approximate_scans: bool = False
+) -> ModelFacts | None:
     """Return the sizes of a model with LoRA adapters on linear layers and experts of its blocks.
 
     The adapters lie where `models.adapters` lays them; everything else is frozen.
 
     None for a model that has adapters or frozen parts already, or whose weights are not known one
     by one, or with experts of another class than EXPERTS, and for an adapter that trains more than
-    its factors.
+    its factors, or whose list of targets may name parts of a vision tower. Also None for recurrent
+    layers, whose scans have FLOPs that belong to no weight, unless `approximate_scans`: then the
+    FLOPs of a token come out up to 1% too low.
     """
-    if facts.frozen or not facts.block_weights or facts.vision_language or facts.batch_norms:
+    if facts.frozen or not facts.block_weights or facts.batch_norms:
+        return None
+    if facts.vision_language and isinstance(adapter.targets, list):
+        return None
+    if _has_scans(facts) and not approximate_scans:
         return None
     if adapter.dora or adapter.more or adapter.modules_to_save or adapter.trainable_tokens:
         return None
@@ -383,14 +398,16 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
         return None
     # Equal blocks are adapted once: a model of 126 layers has one kind of block.
     adapted_kinds: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
-    for block, _ in facts.kinds_of_blocks:
+    for block in _kinds_of_text_blocks(facts):
         adapted_kinds[block] = tuple(_adapt_weights(block, adapter))
     targets = adapter.targets
     if isinstance(targets, list) and not _are_targets_in_blocks(
         targets, targeted, facts.end_weights
     ):
         return None
-    blocks = tuple(adapted_kinds[block] for block in facts.block_weights)
+    tower = tuple(_freeze(block) for block in facts.block_weights[: facts.tower_blocks])
+    text = tuple(adapted_kinds[block] for block in facts.block_weights[facts.tower_blocks :])
+    blocks = tower + text
     factors = [weight for block in blocks for weight in block if weight.trainable]
     added = sum(weight.numel for weight in factors)
     # A token goes through the factors of its own experts alone.
@@ -401,6 +418,10 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
     attention = facts.layers * facts.attention_flops
     products = facts.flops_per_token - attention
     frozen_products = products * FLOPS_PER_FROZEN_ENTRY / FLOPS_PER_ENTRY
+    # What is outside of the blocks that a pipeline cuts: all of a model without such blocks.
+    embedding_parameters = facts.embedding_parameters
+    if not facts.block_parameters:
+        embedding_parameters += added
     # PEFT has a module for dropout before the factors, also if nothing is dropped.
     dropout = "Dropout" if adapter.dropout else "Identity"
     classes = {"ModuleDict", "ParameterDict", dropout}
@@ -409,8 +430,11 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
     return replace(
         facts,
         parameters=facts.parameters + added,
+        embedding_parameters=embedding_parameters,
         frozen=facts.parameters,
         flops_per_token=frozen_products + FLOPS_PER_ENTRY * multiplied + attention,
+        # A frozen tower has no backward.
+        flops_per_image_token=facts.flops_per_image_token / 3,
         classes=facts.classes | classes,
         block_weights=blocks,
         block_parameters=tuple(parameters_of_blocks[ahead:]),
@@ -418,9 +442,21 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
     )
 
 
+def _has_scans(facts: ModelFacts) -> bool:
+    """Return whether a model has recurrent layers, some of whose FLOPs belong to no weight."""
+    # By this parameter `blocks.scan_flops` knows them, too.
+    blocks = (block for block, _ in facts.kinds_of_blocks)
+    return any(has_ending(weight.name, "A_log") for block in blocks for weight in block)
+
+
 def _freeze(weights: Iterable[Weight]) -> tuple[Weight, ...]:
     """Return the weights without gradients."""
     return tuple(weight._replace(trainable=False) for weight in weights)
+
+
+def _kinds_of_text_blocks(facts: ModelFacts) -> Iterable[tuple[Weight, ...]]:
+    """Return the blocks that are not of a vision tower; equal ones once."""
+    return dict.fromkeys(facts.block_weights[facts.tower_blocks :])
 
 
 def _targeted_names(facts: ModelFacts, adapter: LoRAConfig) -> set[str]:
@@ -429,7 +465,7 @@ def _targeted_names(facts: ModelFacts, adapter: LoRAConfig) -> set[str]:
     `facts`: without adapters.
     """
     names = set()
-    for block, _ in facts.kinds_of_blocks:
+    for block in _kinds_of_text_blocks(facts):
         for weight in block:
             name = _target_name(weight)
             if _takes_factors(weight) and _is_targeted(name, weight.owners, adapter, block):
@@ -570,7 +606,7 @@ def _is_targeted(
         return True
     if not isinstance(targets, list):
         # The only other word is "attention": the linear layers of attention.
-        return any("attention" in owner.lower() for owner in owners[:-1])
+        return any(names_attention(owner) for owner in owners[:-1])
     meant = [target for target in targets if has_ending(name, target)]
     if owners[-1:] != ("Linear",):
         # An ending of linear layers means these, not the experts.

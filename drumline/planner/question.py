@@ -48,7 +48,6 @@ OVERRIDE = re.compile(r"[\w.]+=")
 CLUSTER_FORM = "write 8xh100-80g, or 2x8xh100-80g for two hosts of eight; `drumline plan --devices` lists devices"
 FLAGS_ONLY_PATH = "flags"  # stands for the path of a config that was not read from a file
 WITHOUT_DATA = "data: {train: [{kind: file, path: data.jsonl}]}"
-IMAGES = "algorithm={kind: classify, modality: image}"
 # Flag → key, in the order in which they override.
 KEYS = {
     "model": "model.id",
@@ -164,7 +163,7 @@ def load_with_flags(
     by_flag = flags.overrides()
     if config is None:
         # First, so that a later override of the algorithm goes before it.
-        by_flag = _algorithm_of_images(flags) | by_flag
+        by_flag = _algorithm_of_known(flags) | by_flag
         has_model = any(each.startswith("model") for each in [*by_flag, *overrides])
         if not has_model:
             fix = "name a YAML, or a model and the devices: drumline plan --model llama-3.1-8b --cluster 4x4090 --length 4096"
@@ -193,12 +192,15 @@ def _is_override(text: str) -> bool:
     return not os.path.exists(text)  # noqa: PTH110
 
 
-def _algorithm_of_images(flags: Flags) -> dict[str, str]:
-    """Return the override, with its flag, that a known model of images needs; empty for other models."""
+def _algorithm_of_known(flags: Flags) -> dict[str, str]:
+    """Return the override, with its flag, of the algorithm that a known model needs.
+
+    Models of images, embedding models and rerankers need one. Empty for other models.
+    """
     known = shapes.find(flags.model or "")
-    if known is None or known.values["model_type"] not in shapes.OF_IMAGES:
+    if known is None or known.algorithm is None:
         return {}
-    return {IMAGES: f"--model {flags.model}"}
+    return {f"algorithm={known.algorithm}": f"--model {flags.model}"}
 
 
 def order_overrides(flags: list[str], overrides: list[str]) -> list[str]:

@@ -36,6 +36,10 @@ from drumline.planner.search.search import search
 FOLDER = Path(__file__).parents[1] / "recipes"
 # Tokens of the run whose hours and price each recipe states.
 TOKENS = 100e6
+# A size in a model's name: of all parameters, and of those that a token meets.
+SIZE = re.compile(r"-(\d+(?:\.\d+)?b(?:-a\d+b)?)(?=-|$)")
+# Sizes of models whose names have none, as their cards say.
+SIZES_ON_CARDS = {"phi-4": "14b"}
 # The lines of a recipe that `write_copy` replaces.
 MODEL_LINE = re.compile(r"^model: \{id: ([^,}\s]+)", re.MULTILINE)
 DATA_LINE = re.compile(r"^  train: \S+", re.MULTILINE)
@@ -70,6 +74,14 @@ class Recipe:
     def family(self) -> str:
         """The model's name without its size: `qwen3` of qwen3-30b-a3b."""
         return re.split(r"-\d+(?:\.\d+)?b(?=-|$)", self.model)[0]
+
+    @property
+    def size(self) -> str:
+        """The model's size, such as 8b, or 30b-a3b for a mixture of which a token meets 3 billion."""
+        in_name = SIZE.search(self.model)
+        if in_name is None:
+            return SIZES_ON_CARDS[self.model]
+        return in_name[1]
 
     def describe_prediction(self) -> dict[str, str]:
         """Return what the head of the file says: memory, speed, time and price as texts."""
@@ -107,18 +119,23 @@ def find_recipe(name: str) -> Recipe:
     return found
 
 
-def choose(family: str | None, task: str | None, machine: str | None) -> list[Recipe]:
-    """Return the recipes of a family, a task and a machine; None takes all.
+def choose(
+    family: str | None, size: str | None, task: str | None, machine: str | None
+) -> list[Recipe]:
+    """Return the recipes of a family, a size, a task and a machine; None takes all.
 
-    A family or a task may be the beginning of a name: `sft` takes sft-full and sft-lora. Raises
-    UserError if there is no such family, task or machine, or no recipe of all three.
+    Each may be the beginning of a name: `sft` takes sft-full and sft-lora, and `30b` takes 30b-a3b.
+    A size may be written without its b. Raises UserError if there is no such family, size, task or
+    machine, or no recipe of all of these.
     """
-    wanted = {"family": family, "task": task, "machine": machine}
+    if size is not None and size[-1:].isdigit():
+        size = f"{size}b"
+    wanted = {"family": family, "size": size, "task": task, "machine": machine}
     chosen = all_recipes()
     for field, value in wanted.items():
         if value is None:
             continue
-        known = sorted({getattr(recipe, field) for recipe in all_recipes()})
+        known = sorted({getattr(recipe, field) for recipe in all_recipes()}, key=_number_first)
         matching = [each for each in known if _begins_with(each, value.lower())]
         if not matching:
             raise UserError(
@@ -132,19 +149,29 @@ def choose(family: str | None, task: str | None, machine: str | None) -> list[Re
     return chosen
 
 
+def _number_first(name: str) -> tuple[float, str]:
+    """Return what names are sorted by: the number that they begin with, if any, and the name."""
+    number_in_name = re.match(r"\d+(?:\.\d+)?", name)
+    if number_in_name is None:
+        return 0.0, name
+    return float(number_in_name[0]), name
+
+
 def _begins_with(name: str, beginning: str) -> bool:
     """Return whether a name is this beginning, or goes on after it with a hyphen or a dot."""
     rest = name.removeprefix(beginning)
     return not rest or (rest != name and rest[0] in "-.")
 
 
-def show_recipes(family: str | None, task: str | None, machine: str | None) -> None:
-    """Print the recipes of a family, a task and a machine with what is planned of each."""
+def show_recipes(
+    family: str | None, size: str | None, task: str | None, machine: str | None
+) -> None:
+    """Print the recipes of a family, a size, a task and a machine with what is planned of each."""
     table = Table(box=box.SIMPLE_HEAD)
     for title in ("recipe", "GB a device", "tokens/s", "hours", "price"):
         justify: JustifyMethod = "left" if title == "recipe" else "right"
         table.add_column(title, justify=justify, no_wrap=True, overflow="fold")
-    for recipe in choose(family, task, machine):
+    for recipe in choose(family, size, task, machine):
         planned = recipe.describe_prediction()
         first_words = [planned[key].split()[0] for key in ("memory", "speed", "time", "price")]
         table.add_row(recipe.name, *first_words)

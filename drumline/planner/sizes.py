@@ -128,7 +128,7 @@ def text_notes(found: FoundModel, head: Head, sizes: ModelFacts) -> list[str]:
     That is its language model (`models.text_part`), or all of it but its tower
     (`models.text_alone`). None for any other model. `sizes`: of `found` with the head `head`.
     """
-    from drumline.models.classes import SEEING_TYPES
+    from drumline.models.classes import IMAGE_READING_TYPES
 
     # Heads under which the sizes of a vision-language model say that it is one.
     if head not in ("lm", "valued", "score") or found.model.trust_remote_code:
@@ -139,7 +139,7 @@ def text_notes(found: FoundModel, head: Head, sizes: ModelFacts) -> list[str]:
         return []
     if not sizes.vision_language:
         return [f"model: the language model within {kind} is trained, on text; images are not read"]
-    if kind not in SEEING_TYPES:
+    if kind not in IMAGE_READING_TYPES:
         return [
             f"model: {kind} is trained on text; images are not read, and its tower stays frozen"
         ]

@@ -190,7 +190,9 @@ class Sampler:
         allowed_BV = scores_BV
         if self.banned:
             allowed_BV = scores_BV.clone()
-            allowed_BV[:, list(self.banned)] = -torch.inf
+            for token in self.banned:
+                # A list of indices would be copied to the device for each token that is sampled.
+                allowed_BV[:, token].fill_(-torch.inf)
         kept_BV = allowed_BV
         for warper in self.warpers:
             kept_BV = warper(None, kept_BV)
@@ -417,7 +419,8 @@ class HFGenerator:
             ids.append([self.pad] * padding + request.tokens)
             mask.append([0] * padding + [1] * length)
         seeds = [request_seed(self.seed, step, request.key) for request in requests]
-        ids_BT = copy_to_device(device, torch.tensor(ids))
+        host_ids_BT = torch.tensor(ids)
+        ids_BT = copy_to_device(device, host_ids_BT)
         mask_BT = copy_to_device(device, torch.tensor(mask))
         seeds_B = copy_to_device(device, torch.tensor(seeds))
         noise = NoisyLogits(self.sampler, seeds_B, width)
@@ -438,7 +441,7 @@ class HFGenerator:
             out_BT = self.model.generate(
                 ids_BT,
                 attention_mask=mask_BT,
-                **self._prompt_arguments(requests, ids_BT, mask_BT),
+                **self._prompt_arguments(requests, host_ids_BT, ids_BT, mask_BT),
                 generation_config=generation_config,
                 logits_processor=[noise],
                 stopping_criteria=[criteria],
@@ -458,7 +461,11 @@ class HFGenerator:
         return completions
 
     def _prompt_arguments(
-        self, requests: list[Request], ids_BT: torch.Tensor, mask_BT: torch.Tensor
+        self,
+        requests: list[Request],
+        host_ids_BT: torch.Tensor,
+        ids_BT: torch.Tensor,
+        mask_BT: torch.Tensor,
     ) -> dict[str, Any]:
         """Return the arguments of `generate` for images, or for prompts that are repeated.
 
@@ -468,7 +475,7 @@ class HFGenerator:
         if self.vision is None:
             return self._prefill_shared_prompts(requests, ids_BT, mask_BT)
         images = [request.images for request in requests]
-        arguments = self.vision.arguments(images, ids_BT.cpu())
+        arguments = self.vision.arguments(images, host_ids_BT)
         on_device: dict[str, Any] = {}
         for name, tensor in arguments.items():
             on_device[name] = copy_to_device(ids_BT.device, tensor)

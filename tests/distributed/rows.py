@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.harness import LETTERS, Sections
+from tests.harness import LETTER_RANKS, LETTERS, Sections
 
 TOLERANCE = 1e-5
 STEPS = 3  # the last of them is counted
@@ -39,7 +39,9 @@ class Case:
     sections: Sections
     rows: tuple[str, ...] = ()
     architecture: str = "llama"  # or one of tests.tiny.ARCHITECTURES
-    kin: str = ""  # the case whose work this does with another loss, whose formula has unit tests
+    # The case whose work this does with another loss, whose formula has unit tests, or with other
+    # episodes, which have a file of tests of their own.
+    kin: str = ""
 
 
 def engine_of(row: Row) -> str:
@@ -691,6 +693,14 @@ SORTS = (
     "pp 2, gpipe",
     "zero2 2, accumulation 4",
 )
+# One, two and four processes.
+SIZES = (
+    "one process, accumulation 4",
+    "ddp 2, accumulation 4",
+    "fsdp2 2",
+    "ddp 4",
+    "fsdp2 2 x tp 2",
+)
 OF_PAIRS = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop", "sigmoid_norm")
 CASES += [
     Case(
@@ -756,9 +766,48 @@ CASES.append(
             **NO_SIGNS,
             "run": {"steps": 2, "seed": 2},  # a step a rollout
         },
-        rows=KINDS,
+        rows=SIZES,
     )
 )
+TURNS: Sections = {
+    "kind": "class",
+    "path": "tests.episodes:Vowels",
+    "turns": 3,
+    "max_tokens": 48,
+    "timeout_seconds": 60,  # on a machine that is busy with other tests
+}
+TOOLS: Sections = {
+    "kind": "tools",
+    "functions": ["tests.episodes:spell"],
+    "turns": 3,
+    "max_tokens": 128,
+    "timeout_seconds": 60,
+}
+# Some turns end, at a vowel, and the others are cut.
+IN_TURNS: Sections = {"generator": {**ROLLOUT["generator"], "stop": list("aeiou")}}
+PATHS_OF_GRPO: dict[str, Sections] = {
+    # Later rollouts have tokens of two versions of the weights.
+    "grpo, ahead in segments": {
+        "algorithm": {**GRPO, "ahead": 2, "partial": True},
+        "run": {"steps": 4, "seed": 2},
+    },
+    "grpo, reward of a group": {"algorithm": {**GRPO, "rewards": [LETTER_RANKS]}},
+    "grpo, in turns": {
+        "algorithm": {
+            **GRPO,
+            **IN_TURNS,
+            "environment": TURNS,
+            "credit": "turn",
+            "rewards": [{"kind": "environment"}],
+        },
+        "data": {"max_length": 128},
+    },
+}
+for name, sections in PATHS_OF_GRPO.items():
+    work = {**NO_SIGNS, "run": {"steps": 2, "seed": 2}, **sections}
+    CASES.append(Case(name, work, SIZES, kin="grpo"))
+ONLINE_DPO: Sections = {"kind": "online_dpo", **ROLLOUT}
+CASES.append(Case("online dpo", {"algorithm": ONLINE_DPO, **NO_SIGNS}, SIZES, kin="grpo"))
 # Stages compute a head, which an encoder of texts lacks.
 WHOLE_MODELS = tuple(name for name in SPREADS if "pp 2" not in name and name != "model_parallel 2")
 CASES.append(

@@ -50,6 +50,7 @@ from tests.tiny import (
 )
 from tests.tiny_vision import tiny_family_dir
 from tests.unit.test_adapted_experts import MIXTURES
+from tests.unit.test_recurrent import HYBRID_MIXTURES
 from tests.unit.test_recurrent import MODELS as HYBRIDS
 from tests.unit.test_seq2seq import GEMMA, STACK
 
@@ -102,7 +103,9 @@ def write_model(folder: Path, kind: str) -> Path:
     if kind in ARCHITECTURES:
         return tiny_architecture_dir(folder, kind)
     tokenizer = tiny_tokenizer()
-    values = {**HYBRIDS.get(kind, {}), **MIXTURES.get(kind, {}), **SEQ2SEQ.get(kind, {})}
+    model_type, _, _ = kind.partition(",")
+    configs = {**HYBRIDS, **HYBRID_MIXTURES, **MIXTURES, **SEQ2SEQ}
+    values = dict(configs[kind])
     values |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     values |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     if "max_position_embeddings" in values:
@@ -115,8 +118,8 @@ def write_model(folder: Path, kind: str) -> Path:
     auto_class: Any = transformers.AutoModelForCausalLM
     if kind in SEQ2SEQ:
         auto_class = transformers.AutoModelForSeq2SeqLM
-    model = random_model(auto_class, AutoConfig.for_model(kind, **values))
-    if kind in HYBRIDS:
+    model = random_model(auto_class, AutoConfig.for_model(model_type, **values))
+    if model_type in HYBRIDS:
         let_states_last(model)
     return save_model(folder, model, tokenizer)
 

@@ -1,4 +1,5 @@
-"""Embedding models and rerankers have the numbers of one process, however they are spread.
+"""Embedding models and rerankers have the numbers of one process, however they are spread, and also
+where a run stops under one strategy and goes on under another.
 
 Encoders that read both ways (BERT, ModernBERT) are here; `test_parity` has a causal model.
 """
@@ -16,16 +17,19 @@ from drumline.bench.verify import difference
 from tests.distributed.rows import CUT, TOLERANCE
 from tests.distributed.setups import (
     EIGHT_BY_FOUR,
+    SAVED_TWICE,
     UNSAVED,
     chosen_params,
+    copy_checkpoint,
     merge,
     plan_in,
     same_evaluations,
+    same_steps,
     slug,
     train,
 )
 from tests.distributed.setups import case as case_of
-from tests.harness import Sections, events, retrieval_rows, write_rows
+from tests.harness import Sections, column, events, retrieval_rows, same_weights, write_rows
 from tests.tiny import tiny_model_dir
 
 SIZES = {
@@ -98,28 +102,37 @@ def pairs() -> list[Any]:
     return found
 
 
+class Planner:
+    """Plans runs of one model or another on one set of rows."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.model = tiny_model_dir(root / "model")
+        # Its tokenizer tells a query from a text, as BERT's does.
+        file = self.model / "tokenizer_config.json"
+        options = json.loads(file.read_text())
+        names = ["input_ids", "token_type_ids", "attention_mask"]
+        file.write_text(json.dumps({**options, "model_input_names": names}))
+        self.texts = {}
+        for name, rows in (("train", retrieval_rows(30)), ("eval", retrieval_rows(11, seed=1))):
+            path = write_rows(root / f"{name}.jsonl", rows)
+            self.texts[name] = [{"kind": "file", "path": str(path)}]
+
+    def plan(self, name: str, world_size: int, *sections: Sections) -> Path:
+        tokenizer = {"model": {"tokenizer": str(self.model)}}
+        settings = merge({"data": self.texts}, BASE, tokenizer, *sections)
+        return plan_in(self.root, name, world_size, self.model, **settings)
+
+
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("retrieval")
-    model = tiny_model_dir(root / "model")
-    # Its tokenizer tells a query from a text, as BERT's does.
-    file = model / "tokenizer_config.json"
-    options = json.loads(file.read_text())
-    names = ["input_ids", "token_type_ids", "attention_mask"]
-    file.write_text(json.dumps({**options, "model_input_names": names}))
-    texts = {}
-    for name, rows in (("train", retrieval_rows(30)), ("eval", retrieval_rows(11, seed=1))):
-        path = write_rows(root / f"{name}.jsonl", rows)
-        texts[name] = [{"kind": "file", "path": str(path)}]
-
-    def plan(name: str, world_size: int, *sections: Sections) -> Path:
-        tokenizer = {"model": {"tokenizer": str(model)}}
-        settings = merge({"data": texts}, BASE, tokenizer, *sections)
-        return plan_in(root, name, world_size, model, **settings)
-
+    plan = Planner(root).plan
     spread = []
     alone = []
     for params in chosen_params(request.session, __file__):
+        if "way" not in params:
+            continue
         way = params["way"]
         case = params["case"]
         if not (root / slug(case)).exists():
@@ -139,3 +152,78 @@ def test_same_numbers_as_one_process(runs: Path, way: Way, case: str) -> None:
     assert len(events(mine, "step")) == 4
     for key in ("loss", "accuracy", "ndcg@10"):
         same_evaluations(mine, reference, TOLERANCE, key)
+
+
+# Stopped after two steps under the first of two strategies, gone on with under the second.
+ALONE = "one process"
+STRATEGIES: dict[str, Sections] = {
+    ALONE: {},
+    "ddp": {"strategy": "ddp"},
+    "fsdp2": {"strategy": "fsdp2", "batch": {"micro_batch": 2}},
+    "zero3": {"strategy": CUT},
+}
+MOVES = [
+    (ALONE, "ddp"),
+    (ALONE, "fsdp2"),
+    ("ddp", ALONE),
+    ("fsdp2", ALONE),
+    ("ddp", "fsdp2"),
+    ("fsdp2", "ddp"),
+    (ALONE, "zero3"),
+    ("zero3", "fsdp2"),
+]
+MOVES_KEPT = {
+    ("bert", ALONE, "fsdp2"),
+    ("rerank, bert", "ddp", ALONE),
+}
+
+
+def moves() -> list[Any]:
+    found = []
+    for case in CASES:
+        for before, after in MOVES:
+            names = (case, before, after)
+            found.append(case_of(*names, id="-".join(names), full=names not in MOVES_KEPT))
+    return found
+
+
+@pytest.fixture(scope="module")
+def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of runs that stopped under one strategy and went on under another."""
+    root = tmp_path_factory.mktemp("resumed")
+    planner = Planner(root)
+    chosen = [each for each in chosen_params(request.session, __file__) if "before" in each]
+
+    def plan(name: str, case: str, strategy: str) -> Path:
+        world_size = 1 if strategy == ALONE else 2
+        sections = (CASES[case], {"checkpoint": SAVED_TWICE}, STRATEGIES[strategy])
+        return planner.plan(name, world_size, *sections)
+
+    whole: dict[tuple[str, str], Path] = {}
+    for each in chosen:
+        for strategy in (ALONE, each["before"]):
+            key = (each["case"], strategy)
+            if key not in whole:
+                whole[key] = plan(slug(*key), *key)
+    train(whole.values())
+    moved = []
+    for each in chosen:
+        case, before, after = each["case"], each["before"], each["after"]
+        path = plan(slug(case, before, after), case, after)
+        copy_checkpoint(whole[case, before].parent, path)
+        moved.append(path)
+    train(moved)
+    return root
+
+
+@pytest.mark.claim("a checkpoint of any strategy is read under any other")
+@pytest.mark.parametrize(("case", "before", "after"), moves())
+def test_goes_on_under_another(resumed: Path, case: str, before: str, after: str) -> None:
+    mine = resumed / slug(case, before, after) / "run"
+    reference = resumed / slug(case, ALONE) / "run"
+    assert column(mine, "step") == [3, 4]
+    same_steps(mine, reference, TOLERANCE, skip=2)
+    same_weights(mine, reference, TOLERANCE)
+    for key in ("loss", "accuracy", "ndcg@10"):
+        expected = column(reference, key, "eval")[-1]
+        assert column(mine, key, "eval")[-1] == pytest.approx(expected, rel=TOLERANCE), key

@@ -11,8 +11,6 @@ from transformers import AutoImageProcessor
 
 from drumline.bench.verify import difference
 from drumline.config.load import load
-from drumline.config.model import ModelConfig
-from drumline.models.build import build_model
 from drumline.train.setup import Request
 from tests.distributed.rows import TOLERANCE
 from tests.distributed.setups import UNSAVED, chosen_params, claim, merge, train
@@ -26,7 +24,7 @@ from tests.harness import (
     write_rows,
 )
 from tests.tiny import tiny_vision_dir
-from tests.tiny_vision import tiny_family_dir
+from tests.tiny_vision import tiny_family_dir, tiny_vision_judge_dir
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -150,9 +148,9 @@ class Planner:
 
     def judge(self) -> Path:
         """Return the folder of a reward model that reads images."""
-        folder = self.model("judge")
-        judge = build_model(str(folder), ModelConfig(id=str(folder)), seed=1, head="score")
-        judge.save_pretrained(folder)
+        folder = self.root / "models/judge"
+        if not folder.exists():
+            tiny_vision_judge_dir(folder)
         return folder
 
     def plan(self, name: str, case: str, world_size: int, sections: Sections) -> Path:

@@ -35,7 +35,8 @@ class Row:
     numbers: Sections = field(default_factory=dict)
     tolerance: float = FP32
     layers: int = 2
-    architecture: str = "llama"  # or one of the names below, or one of tests.tiny.ARCHITECTURES
+    # Or one of the names below, or a type that test_family_lives.py builds.
+    architecture: str = "llama"
     # The CPU trains with the same strategy on as many processes: what it learns hangs on them.
     is_held_against_ranks: bool = False
     # The model learns from a teacher, which is in no section: only the test knows its folder.
@@ -80,6 +81,8 @@ EIGHT_SMALL_EXPERTS = "qwen3_moe with eight experts"
 VISION = "qwen3_vl"
 # A head that is not in the model's files would be drawn on the device, and be another one there.
 SCORED = "llama with a head of scores"
+VISION_SCORED = "qwen3_vl with a head of scores"
+READ_IMAGES = (VISION, VISION_SCORED, "gemma3", "internvl")
 PACKED: Sections = {"data": {"packing": True, "max_length": 96}, "rows": 120}
 RING: Sections = {"data": {"packing": False, "max_length": 128}}
 LORA: Sections = {"adapter": {"kind": "lora", "r": 4}}
@@ -310,12 +313,40 @@ PAIRS_WITH_IMAGES: Sections = {
     "optimizer": {"eps": 1e-4},
 }
 work("dpo, images", "fp32", PAIRS_WITH_IMAGES, "one device", tolerance=1e-4, architecture=VISION)
+SCORES_OF_IMAGES = {**PAIRS_WITH_IMAGES, "algorithm": ALGORITHMS["reward model"]}
+JUDGED_IMAGES = {**PAIRS_WITH_IMAGES, "algorithm": ALGORITHMS["kto"]}
+PROMPTS_WITH_IMAGES: Sections = {
+    **PAIRS_WITH_IMAGES,
+    "algorithm": {
+        **ALGORITHMS["grpo"],
+        "rewards": [{"kind": "regex", "pattern": "[aeiou]", "full": False}],
+        # Without it the loss of a rollout's first step is zero: completions are of one length.
+        "kl": {"coefficient": 0.1},
+    },
+}
+OTHER_WORK_ON_IMAGES: dict[str, Any] = {"tolerance": 1e-4, "architecture": VISION}
+work("kto, images", "fp32", JUDGED_IMAGES, "one device", "fsdp2 2", **OTHER_WORK_ON_IMAGES)
+work("grpo, images", "fp32", PROMPTS_WITH_IMAGES, "fsdp2 2", **OTHER_WORK_ON_IMAGES)
+work(
+    "reward model, images",
+    "fp32",
+    SCORES_OF_IMAGES,
+    "one device",
+    tolerance=1e-4,
+    architecture=VISION_SCORED,
+)
+LORA_OF_ALL = {**IMAGES, "adapter": {**LORA["adapter"], "targets": ["vision", "language"]}}
+work("images, lora", "fp32", LORA_OF_ALL, "one device", architecture=VISION)
+for family in ("gemma3", "internvl"):
+    work(f"{family}, images", "fp32", IMAGES, "one device", architecture=family)
 
 DEEPSEEK: dict[str, Any] = {"architecture": "deepseek_v3"}
 work("lora on experts", "bf16", LORA, "one device", "fsdp2 2", "ep 2", **DEEPSEEK)
 # Recurrent layers run document by document.
 HYBRID: dict[str, Any] = {"architecture": "granitemoehybrid", "layers": 4}
 work("hybrid, packed", "bf16", PACKED, "one device", "fsdp2 2", **HYBRID)
+for kind in ("lfm2", "falcon_h1", "nemotron_h"):
+    work(f"{kind}, packed", "bf16", PACKED, "one device", architecture=kind)
 # Gated DeltaNet. Where rows are cut over ranks, its layers run on whole rows.
 DELTA: dict[str, Any] = {"architecture": "qwen3_5_text", "layers": 4}
 work("gated deltanet, packed", "bf16", PACKED, "one device", "fsdp2 2", "cp 2", **DELTA)
@@ -323,10 +354,10 @@ work("gated deltanet", "fp32", {"data": {"packing": False}}, "cp 2", **DELTA)
 # Experts with packed weights, without weights in fp32, and with routers whose biases follow the load.
 QWEN3_MOE: dict[str, Any] = {"architecture": "qwen3_moe"}
 QLORA = {"adapter": {**LORA["adapter"], "quantize": "4bit"}}
-work("experts, qlora 4bit", "bf16", QLORA, "ep 2", tolerance=3e-2, **QWEN3_MOE)
+EXPERTS_IN_BITS: dict[str, Any] = {"tolerance": 3e-2, **QWEN3_MOE}
+work("experts, qlora 4bit", "bf16", QLORA, "ep 2", "fsdp2 2", "zero3 2", **EXPERTS_IN_BITS)
 work("router bias", "fp32", {"model": {"router_bias_rate": 0.02}}, "one device", "ep 2", **DEEPSEEK)
 work("encoder-decoder", "fp32", {}, "one device", "fsdp2 2", architecture="t5")
-
 BY_NAME = {row.name: row for row in ROWS}
 assert len(BY_NAME) == len(ROWS), "two rows have one name"
 # A row that goes on from a checkpoint has the steps of the row without a stop.
@@ -345,7 +376,7 @@ for name in BY_NAME:
         PAGEABLE[name] = NORM
     elif name.endswith(("grpo, fp32", "ppo, fp32", "online dpo, fp32", "gkd, fp32")):
         PAGEABLE[name] = "transformers' generate copies the id of padding, once a batch of prompts"
-    elif ", images, " in name:
+    elif BY_NAME[name].architecture in (VISION, VISION_SCORED):
         PAGEABLE[name] = (
             "transformers copies how many patches are merged, once a micro-batch with images"
         )

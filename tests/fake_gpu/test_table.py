@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests.distributed.ranks import run_plans
 from tests.distributed.rows import engine_of
 from tests.distributed.setups import merge
 from tests.distributed.test_distill import teacher_dir
+from tests.distributed.test_family_lives import write_model
 from tests.fake_gpu.ledger_file import LedgerFile, ledger_path
 from tests.fake_gpu.running import NEEDS_STAND_IN, claim_plan, machine, run_ranks
 from tests.fake_gpu.table import (
@@ -27,11 +30,13 @@ from tests.fake_gpu.table import (
     EIGHT_SMALL_EXPERTS,
     FOUR_HEADS,
     PAGEABLE,
+    READ_IMAGES,
     ROWS,
     SAVED_STEP,
     SCORED,
     STEPS,
     VISION,
+    VISION_SCORED,
     Row,
 )
 from tests.harness import (
@@ -46,11 +51,13 @@ from tests.harness import (
     write_rows,
 )
 from tests.tiny import (
+    ARCHITECTURES,
     tiny_architecture_dir,
     tiny_model_dir,
     tiny_reward_model_dir,
     tiny_vision_dir,
 )
+from tests.tiny_vision import tiny_vision_judge_dir
 
 COUNTS = Path(__file__).parent / "counts.json"
 pytestmark = [
@@ -68,6 +75,16 @@ BASE: Sections = {
 }
 SECONDS_TO_START = 240
 SECONDS_A_ROW = 60
+# Makes the model of a name that is no type of transformers.
+MODELS: dict[str, Callable[..., Path]] = {
+    "llama": tiny_model_dir,
+    FOUR_HEADS: partial(tiny_model_dir, kv_heads=4),
+    EIGHT_EXPERTS: partial(tiny_architecture_dir, kind="mixtral", num_local_experts=8),
+    EIGHT_SMALL_EXPERTS: partial(tiny_architecture_dir, kind="qwen3_moe", num_experts=8),
+    VISION: tiny_vision_dir,
+    VISION_SCORED: tiny_vision_judge_dir,
+    SCORED: tiny_reward_model_dir,
+}
 AT_ONCE = 16  # rows that ranks train before they are new ones
 
 
@@ -184,7 +201,7 @@ class Runs:
             places["algorithm"] = {"teacher": {"id": str(self._teacher())}}
         config = merge(BASE, *sections, places)
         path = write_config(folder, self._model(row), **config)
-        if row.architecture == VISION:
+        if row.architecture in READ_IMAGES:
             write_rows_with_images(folder, config)
         return path
 
@@ -198,32 +215,27 @@ class Runs:
         folder = self.root / f"{row.architecture}-{row.layers}"
         if folder.exists():
             return folder
-        if row.architecture == "llama":
-            return tiny_model_dir(folder, layers=row.layers)
-        if row.architecture == FOUR_HEADS:
-            return tiny_model_dir(folder, layers=row.layers, kv_heads=4)
-        if row.architecture == EIGHT_EXPERTS:
-            return tiny_architecture_dir(folder, "mixtral", row.layers, num_local_experts=8)
-        if row.architecture == EIGHT_SMALL_EXPERTS:
-            return tiny_architecture_dir(folder, "qwen3_moe", row.layers, num_experts=8)
-        if row.architecture == VISION:
-            return tiny_vision_dir(folder, layers=row.layers)
-        if row.architecture == SCORED:
-            return tiny_reward_model_dir(folder, layers=row.layers)
-        return tiny_architecture_dir(folder, row.architecture, row.layers)
+        make = MODELS.get(row.architecture)
+        if make is not None:
+            return make(folder, layers=row.layers)
+        if row.architecture in ARCHITECTURES:
+            return tiny_architecture_dir(folder, row.architecture, row.layers)
+        return write_model(folder, row.architecture)
 
 
 def write_rows_with_images(folder: Path, config: Sections) -> None:
     """Write conversations with images, or pairs of answers to them, over the data of a config."""
     kind = config.get("algorithm", {}).get("kind", "sft")
-    make = vision_pair_rows if kind == "dpo" else vision_rows
+    make = vision_rows
+    if kind in ("dpo", "kto", "reward"):
+        make = vision_pair_rows
     write_rows(folder / "train.jsonl", make(folder, config["rows"]))
     write_rows(folder / "eval.jsonl", make(folder, 6, seed=1))
 
 
 def _numbers(row: Row) -> str:
     """Return the same for rows that one run on the CPU is the reference of."""
-    values = [row.architecture, row.layers, row.reference_sections]
+    values = [row.architecture, row.layers, row.reference_sections, row.reference_world_size]
     return json.dumps(values, sort_keys=True)
 
 

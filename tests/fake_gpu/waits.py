@@ -104,9 +104,9 @@ REASONS = [
     Reason(
         "models/head.py:compute_outputs < models/head.py:forward",
         IMAGES,
-        "transformers reads the sizes of images for the positions of their patches, for the"
-        " attention of each block of the tower, and to cut the features; and it asks where the"
-        " tokens of images lie, and whether there are as many as features",
+        "transformers asks where the tokens of images lie, and whether there are as many as"
+        " features; of Qwen3-VL it also reads the sizes of images for the positions of their"
+        " patches, for the attention of each block of the tower, and to cut the features",
     ),
     Reason(
         "",
@@ -128,7 +128,13 @@ REASONS = [
     ),
     Reason(
         "models/head.py:compute_outputs < models/head.py:forward",
-        ("*, hybrid, packed, *", "cp 2, gated deltanet, *"),
+        (
+            "*, hybrid, packed, *",
+            "*, lfm2, packed, *",
+            "*, falcon_h1, packed, *",
+            "*, nemotron_h, packed, *",
+            "cp 2, gated deltanet, *",
+        ),
         "transformers asks whether a row is padded, for the mask of the recurrent layers",
     ),
     Reason(
@@ -147,7 +153,7 @@ REASONS = [
     Reason("rl/generate.py:_generate_batch < rl/generate.py:generate", ROLLOUTS, GENERATE),
     Reason(
         "rl/generate.py:_prefill_shared_prompts < rl/generate.py:_prompt_arguments",
-        ("fsdp2 2, grpo, *", "fsdp2 2, online dpo, *"),
+        ("fsdp2 2, grpo, fp32", "fsdp2 2, online dpo, *"),
         "transformers asks whether a prompt is padded, where prompts that repeat are computed once",
     ),
     Reason(
@@ -157,7 +163,7 @@ REASONS = [
     ),
     Reason(
         "rl/reading.py:read < rl/rollouts.py:_add_model_outputs",
-        ("*, online dpo, *",),
+        ("*, online dpo, *", "fsdp2 2, grpo, images, fp32"),
         "log-probabilities of what was sampled, by the policy and the reference: they are kept for"
         " all steps of the rollout",
     ),

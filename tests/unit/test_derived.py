@@ -104,12 +104,52 @@ def test_sizes_of_a_family_are_those_that_are_counted(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", cases(("phi-2", "gpt-oss-20b", "gemma-2-2b", "olmo-2-7b"), ("phi-2", "olmo-2-7b"))
+    "name",
+    cases(
+        (
+            "phi-2",
+            "gpt-oss-20b",
+            "gemma-2-2b",
+            "olmo-2-7b",
+            "qwen3-vl-2b",
+            "gemma-3-4b",
+            "qwen3-vl-30b-a3b",
+            "gemma-4-26b-a4b",
+            "minimax-m2.5",
+            "llama-4-scout",
+            "deepseek-v3.2",
+        ),
+        ("phi-2", "olmo-2-7b", "qwen3-vl-2b"),
+    ),
 )
 def test_adapters_of_any_known_shape(name: str) -> None:
     config = load_config(None, with_config(KNOWN[name], ModelConfig(id=name)))
     assert (made := with_lora(facts(config, 1024), adapter := LoRAConfig(r=8))) is not None
     assert not differences(made, facts(config, 1024, adapter))
+
+
+def test_targets_by_name_may_be_in_a_tower() -> None:
+    config = load_config(None, with_config(KNOWN["qwen3-vl-2b"], ModelConfig(id="qwen3-vl-2b")))
+    assert with_lora(facts(config, 1024), LoRAConfig(targets=["q_proj"])) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "fewer"),
+    [
+        ("falcon-h1-0.5b", {"num_hidden_layers": 2}),
+        ("qwen3-next-80b-a3b", {"num_hidden_layers": 4}),
+        ("nemotron-3-nano-30b-a3b", {"hybrid_override_pattern": "ME*"}),
+    ],
+)
+def test_adapters_of_recurrent_layers_are_counted(
+    name: str, fewer: dict[str, Any], kept: Path
+) -> None:
+    """The FLOPs of their scans are the same whether weights are frozen or not."""
+    config = load_config(None, with_config(KNOWN[name], ModelConfig(id=name, config=fewer)))
+    assert with_lora(facts(config, 64), LoRAConfig(targets="attention")) is None
+    found = FoundModel(ModelConfig(id=None, config=KNOWN[name].values | fewer), None)
+    adapter = LoRAConfig(r=8, targets="attention")
+    assert not differences(sizes_of(found, 64, "lm", adapter=adapter), facts(config, 64, adapter))
 
 
 def test_adapters_over_unknown_experts_are_counted() -> None:

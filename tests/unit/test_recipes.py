@@ -146,9 +146,30 @@ def test_recipes_are_listed_by_family_task_and_machine(
 
 
 @pytest.mark.parametrize(
+    ("size", "models"),
+    [
+        ("8b", {"qwen3-8b", "llama-3.1-8b", "qwen3-vl-8b"}),
+        ("30B", {"qwen3-30b-a3b"}),
+        ("30b-a3b", {"qwen3-30b-a3b"}),
+        ("14", {"qwen3-14b", "phi-4"}),
+    ],
+)
+def test_recipes_are_listed_by_size(size: str, models: set[str], run: Run) -> None:
+    code, out, _ = run("recipes", "--size", size)
+    assert code == 0
+    listed = [word for word in out.split() if word in RECIPES]
+    assert {RECIPES[name].model for name in listed} == models
+    code, out, _ = run("recipes", "--size", size, "--task", "sft")
+    assert code == 0
+    assert all(RECIPES[word].task.startswith("sft-") for word in out.split() if word in RECIPES)
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--family", "bert"], "no recipe has family 'bert'"),
+        (["--size", "9b"], "no recipe has size '9b'"),
+        (["--size", "70b", "--machine", "1x24gb"], "no recipe is of all of these"),
         (["--machine", "1x24gb", "--task", "dpo-full"], "no recipe is of all of these"),
     ],
 )

@@ -117,11 +117,34 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_mamba_kernels": False,
     },
 }
-PACKED = [name for name in MODELS if name != "jamba"]
+# Types of MODELS that have experts beside their recurrent layers in other sizes. Granite-4 has them
+# in each block, behind either kind of layer; in Nemotron-H they are blocks of their own.
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "layers_block_type": ["mamba", "moe", "attention", "moe"],
+}
+HYBRID_MIXTURES: dict[str, dict[str, Any]] = {
+    "granitemoehybrid, experts": {
+        **MODELS["granitemoehybrid"],
+        "intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "nemotron_h, experts": {**MODELS["nemotron_h"], **ROUTED},
+    # Its experts read and write a narrower stream.
+    "nemotron_h, latent experts": {**MODELS["nemotron_h"], **ROUTED, "moe_latent_size": 16},
+}
+PACKED = [*(name for name in MODELS if name != "jamba"), *HYBRID_MIXTURES]
 
 
 def build(kind: str) -> Any:
-    source = ModelConfig(id=None, config={"model_type": kind, **MODELS[kind]})
+    model_type, _, _ = kind.partition(",")
+    values = {**MODELS, **HYBRID_MIXTURES}[kind]
+    source = ModelConfig(id=None, config={"model_type": model_type, **values})
     model = build_model(None, source, seed=0)
     if kind in ("qwen3_5_text", "qwen3_next"):
         let_states_last(model)

@@ -659,3 +659,14 @@ def ddp_parameters(answer: Answer) -> float:
     """Return the bytes of parameters on each rank under DDP."""
     ddp = next(candidate for candidate in answer.ranked if candidate.name == "ddp")
     return ddp.estimate.memory.parameters
+
+
+def test_blocks_that_no_pipeline_cuts_are_checkpointed() -> None:
+    """As those of vision-language models."""
+    asked = question("8b", "8xh100-80g", batch=BATCH)
+    uncut = replace(asked, facts=replace(asked.facts, block_parameters=()))
+    chosen = {candidate.layout.activation_checkpointing for candidate in search(uncut).ranked}
+    assert chosen - {"none"}
+    without = replace(uncut, facts=replace(uncut.facts, recomputes=False))
+    kinds = {candidate.layout.activation_checkpointing for candidate in search(without).ranked}
+    assert kinds <= {"none"}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 from transformers.models.auto import modeling_auto
 
 from drumline.algorithms.seq2seq.spec import Seq2SeqConfig
@@ -24,6 +27,7 @@ from drumline.models.classes import ENCODER_DECODERS
 from drumline.models.head import ForwardWithObjective, require_next_token
 from drumline.models.load import facts, load_config
 from drumline.planner.seq2seq import resolve_seq2seq
+from drumline.system.yaml_lines import write_yaml
 from tests.tiny import CHATML, tiny_tokenizer
 
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
@@ -103,6 +107,33 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str) -> None:
             torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
 
 
+def test_a_head_of_its_own_is_read_trained_and_exported(tmp_path: Path) -> None:
+    """FLAN-T5's files hold two weights that its config in transformers 5 ties."""
+    values = dict(KINDS["t5, untied as 1.1"])
+    written = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(**values))
+    written.save_pretrained(tmp_path / "flan")
+    weights = load_file(tmp_path / "flan" / "model.safetensors")
+    weights["lm_head.weight"] = torch.randn(96, 32, generator=torch.Generator().manual_seed(0))
+    save_file(weights, tmp_path / "flan" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "flan" / "config.json").write_text(json.dumps(values))
+
+    section = ModelConfig(id=str(tmp_path / "flan"))
+    model = build_model(section.id, section, seed=0, head="seq2seq")
+    known = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "flan")
+    for name, value in known.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert model.encoder.embed_tokens.weight is model.shared.weight
+    assert facts(load_config(section.id, section), 64, head="seq2seq").parameters == sum(
+        parameter.numel() for parameter in known.parameters()
+    )
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    model.save_pretrained(tmp_path / "export")
+    exported = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "export")
+    assert torch.equal(exported.lm_head.weight, 2 * known.lm_head.weight)
+    assert not exported.config.scale_decoder_outputs
+
+
 @pytest.mark.parametrize("kind", ["t5", "bart", "t5gemma"])
 def test_trials_before_a_run(kind: str) -> None:
     require_next_token(build(kind), "cpu", packed=False)
@@ -128,8 +159,10 @@ def test_sizes_of_both_stacks(kind: str) -> None:
     assert sizes.layers * sizes.attention_flops == attention
     products = 0.0
     for name, weight in weights.items():
-        # Two for a forward, and two for each gradient. The encoder's tokens of T5Gemma are looked up.
-        if name != "model.encoder.embed_tokens.weight":
+        # Two for a forward, and two for each gradient. The encoder's tokens of T5Gemma are looked up,
+        # and all tokens of a T5 whose head has a weight of its own.
+        is_looked_up = name == "shared.weight" and "lm_head.weight" in weights
+        if name != "model.encoder.embed_tokens.weight" and not is_looked_up:
             products += (4 + 2 * weight.requires_grad) * weight.numel() / 2
     assert sizes.flops_per_token == pytest.approx(products + attention)
     assert "encoder" in sizes.uncut
@@ -238,6 +271,9 @@ def test_sft_becomes_seq2seq() -> None:
     # What is resolved stays as it is.
     assert resolve_seq2seq(config, t5, said.extend) == config
     assert len(said) == 1
+    # A plan writes what is set into the YAML.
+    written = write_yaml(config.model_dump(mode="json", exclude_unset=True))
+    assert load_text(written, []).algorithm == algorithm
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drumline.config.config import LoRAConfig
-from drumline.config.model import ModelConfig
+from drumline.config.model import Head, ModelConfig
 from drumline.errors import ModelError
 from drumline.models.load import facts, load_config, whole_config
 from drumline.models.shapes import (
@@ -22,8 +22,9 @@ from drumline.models.shapes import (
     names_to_count,
     with_config,
 )
-from drumline.models.text_part import text_config_of, whole_without_memory
+from drumline.models.text_part import build_on_meta_device, text_config_of
 from drumline.plan.facts import ModelFacts
+from drumline.planner.question import Flags, load_with_flags
 from drumline.planner.sizes import SHIPPED, FoundModel, sizes_of
 from tests.harness import ROOT
 
@@ -87,6 +88,23 @@ PUBLISHED = {
     "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
+    "qwen2.5-vl-3b": 3_754_622_976,
+    "qwen2.5-vl-7b": 8_292_166_656,
+    "qwen2.5-vl-32b": 33_452_718_336,
+    "qwen2.5-vl-72b": 73_410_777_344,
+    "internvl3.5-1b": 1_060_897_792,
+    "internvl3.5-8b": 8_528_318_464,
+    "smolvlm2-2.2b": 2_246_784_880,
+    "smolvlm2-500m": 507_482_304,
+    "smolvlm2-256m": 256_484_928,
+    "lfm2-350m": 354_483_968,
+    "lfm2-700m": 742_489_344,
+    "lfm2-1.2b": 1_170_340_608,
+    "lfm2-2.6b": 2_569_272_320,
+    "granite-4.0-h-micro": 3_191_396_096,
+    "granite-4.0-h-tiny": 6_939_037_248,
+    "falcon-h1-0.5b": 521_411_104,
+    "falcon-h1-1.5b": 1_554_863_488,
 }
 # The same, with the layer that predicts the token after the next one, which transformers leaves out:
 # a block, a product of two widths by one, and three norms. GLM's has an embedding and a head of its
@@ -94,6 +112,7 @@ PUBLISHED = {
 WITH_NEXT_LAYER = {
     "glm-4.5": 358_337_791_296 - 2 * 151_552 * 5120 - 90 * 160,
     "glm-4.5-air": 110_468_824_832 - 2 * 151_552 * 4096 - 46 * 128,
+    "qwen3-next-80b-a3b": 81_324_862_720,
     "qwen3.5-0.8b": 873_438_784,
     "qwen3.5-2b": 2_274_069_824,
     "qwen3.5-4b": 4_659_865_088,
@@ -102,6 +121,64 @@ WITH_NEXT_LAYER = {
     "qwen3.5-35b-a3b": 35_951_822_704,
     "qwen3.5-122b-a10b": 125_086_497_008,
     "qwen3.5-397b-a17b": 403_397_928_944,
+}
+# Published billions, which the counted ones round to. Those of cards and papers are Gemma 4's, InternVL's,
+# Granite's, LFM2's and T5Gemma's; all others are the hub's count of the tensors in the files.
+BILLIONS = {
+    "qwen2.5-vl-3b": "3.75",
+    "qwen2.5-vl-7b": "8.29",
+    "qwen2.5-vl-32b": "33.5",
+    "qwen2.5-vl-72b": "73.4",
+    "internvl3.5-1b": "1.1",
+    "internvl3.5-2b": "2.3",
+    "internvl3.5-4b": "4.7",
+    "internvl3.5-8b": "8.5",
+    "internvl3.5-14b": "15.1",
+    "smolvlm2-2.2b": "2.25",
+    "smolvlm2-500m": "0.507",
+    "smolvlm2-256m": "0.256",
+    "llava-onevision-0.5b": "0.894",
+    "llava-onevision-7b": "8.03",
+    "gemma-4-e2b": "5.1",
+    "gemma-4-e4b": "8",
+    "minimax-m2": "229",
+    "ministral-3-14b": "13.9",
+    "qwen3-vl-235b-a22b": "236",
+    "lfm2-350m": "0.354",
+    "lfm2-700m": "0.742",
+    "lfm2-1.2b": "1.17",
+    "lfm2-2.6b": "2.57",
+    "granite-4.0-h-micro": "3",
+    "granite-4.0-h-tiny": "7",
+    "granite-4.0-h-small": "32",
+    "falcon-h1-0.5b": "0.521",
+    "falcon-h1-1.5b": "1.55",
+    "falcon-h1-1.5b-deep": "1.55",
+    "falcon-h1-3b": "3.15",
+    "falcon-h1-7b": "7.59",
+    "falcon-h1-34b": "33.6",
+}
+BILLIONS_OF_ENCODERS = {
+    "t5-small": "0.0605",
+    "t5-base": "0.223",
+    "t5-large": "0.738",
+    "t5-3b": "2.85",
+    "t5-11b": "11.3",
+    "t5gemma-2b-2b": "5.6",
+    "t5gemma-9b-2b": "12.3",
+    "t5gemma-9b-9b": "20.3",
+    "bart-base": "0.139",
+    "bart-large": "0.406",
+    "e5-small-v2": "0.0334",
+    "e5-base-v2": "0.109",
+    "e5-large-v2": "0.335",
+    "all-minilm-l6-v2": "0.0227",
+    "multilingual-e5-base": "0.278",
+    "multilingual-e5-large": "0.560",
+    "bge-m3": "0.568",
+    "bge-reranker-base": "0.278",
+    "bge-reranker-large": "0.560",
+    "bge-reranker-v2-m3": "0.568",
 }
 # As their cards say, to a hundredth.
 ON_CARDS = {
@@ -127,13 +204,58 @@ def whole_parameters(name: str, sizes: ModelFacts) -> int:
     config = whole_config(None, with_config(KNOWN[name], ModelConfig(id=name)))
     if text_config_of(config) is None:
         return sizes.parameters
-    return sum(weight.numel() for weight in whole_without_memory(config).parameters())
+    return sum(weight.numel() for weight in build_on_meta_device(config).parameters())
 
 
 @pytest.mark.parametrize("name", ON_CARDS)
 def test_sizes_are_those_of_the_card(name: str) -> None:
     known = sizes_of(FoundModel(with_config(KNOWN[name], ModelConfig(id=name)), None), 1024, "lm")
     assert whole_parameters(name, known) == pytest.approx(ON_CARDS[name], rel=0.01)
+
+
+def rounded(count: int, figure: str) -> str:
+    """Return a count in billions, with as many decimals as the published figure."""
+    _, _, decimals = figure.partition(".")
+    return f"{count / 1e9:.{len(decimals)}f}"
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_sizes_round_to_the_published_billions(name: str) -> None:
+    known = sizes_of(FoundModel(with_config(KNOWN[name], ModelConfig(id=name)), None), 1024, "lm")
+    assert rounded(whole_parameters(name, known), BILLIONS[name]) == BILLIONS[name]
+
+
+@pytest.mark.parametrize("name", BILLIONS_OF_ENCODERS)
+def test_sizes_of_encoders_round_to_the_published_billions(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    heads: dict[str | None, Head] = {None: "seq2seq", "embed": "embedding", "rerank": "text"}
+    known = KNOWN[name]
+    head = heads[known.algorithm]
+    found = FoundModel(with_config(known, ModelConfig(id=name)), None)
+    sizes = sizes_of(found, 512, head, labels=["relevance"])
+    count = sizes.parameters
+    if head == "embedding":
+        # The files have the pooler of BERT, which is not trained.
+        count += sizes.hidden * (sizes.hidden + 1)
+    assert rounded(count, BILLIONS_OF_ENCODERS[name]) == BILLIONS_OF_ENCODERS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("intfloat/e5-base-v2", "embed"),
+        ("BAAI/bge-m3", "embed"),
+        ("BAAI/bge-reranker-v2-m3", "rerank"),
+        ("google-t5/t5-base", "sft"),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "sft"),
+    ],
+)
+def test_a_known_model_is_planned_for_the_algorithm_that_trains_it(name: str, kind: str) -> None:
+    assert load_with_flags(None, [], Flags(model=name)).config.algorithm.kind == kind
+    asked = load_with_flags(None, [], Flags(model=name, algorithm="classify"))
+    assert asked.config.algorithm.kind == "classify"
 
 
 def test_gemma_4_has_a_name_of_its_own_for_the_experts_of_a_token() -> None:
@@ -256,6 +378,25 @@ def test_a_token_meets_the_experts_that_are_chosen_for_it(name: str, active: flo
         ("moonshotai/Kimi-K2-Instruct", "kimi-k2"),
         ("deepseek-ai/DeepSeek-R1-0528", "deepseek-r1-0528"),
         ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", None),
+        ("Qwen/Qwen2.5-VL-72B-Instruct", "qwen2.5-vl-72b"),
+        ("OpenGVLab/InternVL3_5-8B-HF", "internvl3.5-8b"),
+        ("HuggingFaceTB/SmolVLM2-500M-Video-Instruct", "smolvlm2-500m"),
+        ("llava-hf/llava-onevision-qwen2-0.5b-ov-hf", "llava-onevision-0.5b"),
+        ("google/gemma-4-E4B-it", "gemma-4-e4b"),
+        ("MiniMaxAI/MiniMax-M2", "minimax-m2"),
+        ("mistralai/Ministral-3-14B-Instruct-2512", "ministral-3-14b"),
+        ("Qwen/Qwen3-VL-235B-A22B-Instruct", "qwen3-vl-235b-a22b"),
+        ("Qwen/Qwen3-Next-80B-A3B-Thinking", "qwen3-next-80b-a3b"),
+        ("LiquidAI/LFM2-2.6B", "lfm2-2.6b"),
+        ("ibm-granite/granite-4.0-h-tiny-base", "granite-4.0-h-tiny"),
+        ("tiiuae/Falcon-H1-1.5B-Deep-Base", "falcon-h1-1.5b-deep"),
+        ("google-t5/t5-base", "t5-base"),
+        ("google/t5gemma-2b-2b-prefixlm-it", "t5gemma-2b-2b"),
+        ("google/flan-t5-base", None),
+        ("facebook/bart-large", "bart-large"),
+        ("somebody/bart-it", None),
+        ("intfloat/e5-base-v2", "e5-base-v2"),
+        ("BAAI/bge-reranker-v2-m3", "bge-reranker-v2-m3"),
         ("somebody/else", None),
     ],
 )

@@ -13,13 +13,13 @@ from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.inference.model import _read_pretrained
 from drumline.models.build import ModelHead, build_model, lay_out
-from drumline.models.classes import SEEING_TYPES
+from drumline.models.classes import IMAGE_READING_TYPES
 from drumline.models.image_tokens import FAMILIES
 from drumline.models.load import build_without_memory, config_around_text, load_config
 from drumline.models.shapes import KNOWN, with_config
 from drumline.models.shards import FromFiles, NothingToFill
 from drumline.models.text_alone import require_same_language_model
-from drumline.models.text_part import TextNames, text_config_of, whole_without_memory
+from drumline.models.text_part import TextNames, build_on_meta_device, text_config_of
 from tests.tiny_published import CONFIGS, tiny_published_dir
 
 IDS_BT = torch.arange(24)[None] * 7 % 300
@@ -122,7 +122,7 @@ def test_the_head_is_tied_as_in_the_whole_model(
     config = AutoConfig.for_model(
         kind, **{**values, "text_config": text, "tie_word_embeddings": of_whole}
     )
-    whole = whole_without_memory(config)
+    whole = build_on_meta_device(config)
     head = whole.get_output_embeddings().weight
 
     assert (whole.get_input_embeddings().weight is head) == tied
@@ -133,8 +133,8 @@ def test_models_that_have_no_such_part() -> None:
     for kind in ("qwen3_vl", "gemma3", "llama", "resnet"):
         assert text_config_of(AutoConfig.for_model(kind)) is None
 
-    assert FAMILIES.keys() == SEEING_TYPES
-    assert SEEING_TYPES.isdisjoint(KINDS)
+    assert FAMILIES.keys() == IMAGE_READING_TYPES
+    assert IMAGE_READING_TYPES.isdisjoint(KINDS)
     # Of a decoder that reads an encoder no language model is left.
     assert text_config_of(AutoConfig.for_model("florence2")) is None
 
@@ -156,23 +156,23 @@ def test_the_type_of_the_language_model_asks_for_it() -> None:
 def test_names_in_and_out_of_the_language_model() -> None:
     values = CONFIGS["gemma4"]
     config = AutoConfig.for_model("gemma4", **values)
-    whole = whole_without_memory(config)
+    whole = build_on_meta_device(config)
     text = AutoConfig.for_model("gemma4_text", **values["text_config"])
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         names = TextNames(whole, AutoModelForCausalLM.from_config(text))
 
-    assert names.name("model.language_model.norm.weight") == "model.norm.weight"
-    assert names.name("lm_head.weight") == "lm_head.weight"
-    assert names.name("model.vision_tower.patch_embedder.input_proj.weight") is None
+    assert names.name_in_text_model("model.language_model.norm.weight") == "model.norm.weight"
+    assert names.name_in_text_model("lm_head.weight") == "lm_head.weight"
+    assert names.name_in_text_model("model.vision_tower.patch_embedder.input_proj.weight") is None
 
 
 @pytest.mark.parametrize(("scaled", "kind"), [(False, "mistral3"), (True, "cohere2_vision")])
 def test_a_class_that_computes_something_else_is_refused(
     monkeypatch: pytest.MonkeyPatch, scaled: bool, kind: str
 ) -> None:
-    monkeypatch.setattr("drumline.models.text_part.UNSCALED", ())
+    monkeypatch.setattr("drumline.models.text_part.TYPES_WITH_OTHER_LOGITS", ())
     values = CONFIGS[kind]
     text = {**values["text_config"], "vocab_size": 320}
     source = ModelConfig(id=None, config={"model_type": kind, **values, "text_config": text})

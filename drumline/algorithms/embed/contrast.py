@@ -43,7 +43,7 @@ class Contrast(NamedTuple):
 class InfoNCE:
     """InfoNCE (van den Oord et al. 2018) with the texts of all samples as negatives.
 
-    Two kinds of documents are no negatives of a query: those that answer it in any sample, and
+    Two kinds of documents are not negatives of a query: those that answer it in any sample, and
     those with the query's own text.
 
     Attributes:
@@ -151,11 +151,11 @@ def exact_products() -> Iterator[None]:
 
 
 def _mask_excluded(ids_NR: torch.Tensor, queries: slice) -> torch.Tensor:
-    """Return bool[Q, M]: whether a document is no negative of a query.
+    """Return bool[Q, M]: whether a document is not a negative of a query.
 
-    It is none if the sample lacks it, if it answers the query, or if it has the query's own text. A
-    text answers a query if some sample has the two as its query and its positive; then all copies
-    of this text are excluded, in whatever sample they are.
+    A document is not a negative if the sample lacks it, if it answers the query, or if it has the
+    query's own text. A text answers a query if some sample has the two as its query and its
+    positive; then all copies of this text are excluded, in whatever sample they are.
     """
     document_ids_M = ids_NR[:, 1:].flatten().contiguous()
     query_ids_N = ids_NR[:, 0].contiguous()

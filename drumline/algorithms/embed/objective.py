@@ -8,7 +8,8 @@ in. This takes two passes (GradCache, Gao et al. 2021), with the result of one l
 2. `objective` embeds the texts of a micro-batch again, and passes each embedding its gradient.
 
 P samples of a micro-batch, N of the global batch, R texts of a sample, D numbers of an embedding,
-K numbers of a sample, B = R · P rows.
+E = R · D numbers of a sample's embeddings, B = R · P rows.
+K numbers of a sample in `batch.first`: see `Embed.combine_first`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.nn import functional
 from drumline.algorithms.base import Algorithm, LossOut
 from drumline.algorithms.embed.contrast import InfoNCE, exact_products
 from drumline.algorithms.embed.ranking import RANKED, rank_documents
-from drumline.algorithms.embed.spec import STATISTICS, EmbedConfig
+from drumline.algorithms.embed.spec import STATISTIC_COUNT, EmbedConfig
 
 
 class Embed(Algorithm):
@@ -38,20 +39,19 @@ class Embed(Algorithm):
         """Return the embeddings and the ids of each sample's texts, fp64[P, R · D + R]."""
         embeddings_PRD = self._embed(outputs, batch)
         ids_PR = self._group_by_sample(batch.text_ids_B)
-        flat_PK = embeddings_PRD.flatten(1)
-        numbers_PK = flat_PK.double()
-        parts = [numbers_PK, ids_PR]
+        flat_PE = embeddings_PRD.flatten(1)
+        parts = [flat_PE.double(), ids_PR]
         return torch.cat(parts, 1)
 
     def combine_first(self, numbers_NK: torch.Tensor, trains: bool) -> torch.Tensor:
         """Return the numbers that `objective` and `eval_objective` read of each sample, fp64[N, K].
 
-        In training K is R · D + 3: the gradient of each embedding, and then STATISTICS, which are
-        the loss, whether the positive is the most similar document, and its similarity. In an
-        evaluation K is 3 + 4: STATISTICS, and then RANKED. N is the whole held-out set there.
+        In training K is E + 3: the gradient of each embedding, and then the statistics, which are the
+        loss, whether the positive is the most similar document, and its similarity. In an evaluation K is
+        3 + 4: the statistics, and then RANKED. N is the whole held-out set there.
         """
-        flat_NK = numbers_NK[:, : -self.texts].float()
-        embeddings_NRD = flat_NK.unflatten(1, (self.texts, -1))
+        flat_NE = numbers_NK[:, : -self.texts].float()
+        embeddings_NRD = flat_NE.unflatten(1, (self.texts, -1))
         ids_NR = numbers_NK[:, -self.texts :]
         with exact_products():
             return self._compare(embeddings_NRD, ids_NR, trains)
@@ -65,8 +65,8 @@ class Embed(Algorithm):
         columns = [numbers_N.double() for numbers_N in statistics]
         statistics_N3 = torch.stack(columns, 1)
         if result.gradient_NRD is not None:
-            gradient_NK = result.gradient_NRD.flatten(1).double()
-            return torch.cat([gradient_NK, statistics_N3], 1)
+            gradient_NE = result.gradient_NRD.flatten(1).double()
+            return torch.cat([gradient_NE, statistics_N3], 1)
         if self.spec.normalize:
             embeddings_NRD = functional.normalize(embeddings_NRD, dim=-1)
         ranked_N4 = rank_documents(embeddings_NRD, ids_NR)
@@ -76,24 +76,24 @@ class Embed(Algorithm):
         """Return the loss of the samples. Its gradient is that of the whole global batch's loss."""
         embeddings_PRD = self._embed(outputs, batch)
         numbers_PK = _numbers_of_samples(batch)
-        gradient_PK = numbers_PK[:, :-STATISTICS].float()
-        gradient_PRD = gradient_PK.view(embeddings_PRD.shape)
-        carrier = (embeddings_PRD * gradient_PRD).sum()
-        statistics_P3 = numbers_PK[:, -STATISTICS:]
+        gradient_PE = numbers_PK[:, :-STATISTIC_COUNT].float()
+        gradient_PRD = gradient_PE.view(embeddings_PRD.shape)
+        gradient_carrier = (embeddings_PRD * gradient_PRD).sum()
+        statistics_P3 = numbers_PK[:, -STATISTIC_COUNT:]
         loss_sum, sums = _statistics(statistics_P3, batch)
-        # `carrier` has the right gradient and a meaningless value. Minus its own value it is 0, so
-        # that the sum has the value of the loss and the gradient of the carrier.
-        zero_with_gradient = carrier - carrier.detach()
+        # `gradient_carrier` has the right gradient and a meaningless value. Minus its own value it is
+        # 0, so that the sum has the value of the loss and the gradient of the carrier.
+        zero_with_gradient = gradient_carrier - gradient_carrier.detach()
         loss = loss_sum + zero_with_gradient
         return LossOut(loss.float(), sums)
 
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
         """Return the loss against all documents of the set, with the sums of the ranking."""
         numbers_PK = _numbers_of_samples(batch)
-        statistics_P3 = numbers_PK[:, :STATISTICS]
+        statistics_P3 = numbers_PK[:, :STATISTIC_COUNT]
         loss_sum, sums = _statistics(statistics_P3, batch)
-        ranked_K = numbers_PK[:, STATISTICS:].sum(0)
-        for name, value in zip(RANKED, ranked_K.unbind(), strict=True):
+        ranked_4 = numbers_PK[:, STATISTIC_COUNT:].sum(0)
+        for name, value in zip(RANKED, ranked_4.unbind(), strict=True):
             sums[name] = value
         return LossOut(loss_sum.float(), sums)
 
@@ -161,7 +161,7 @@ def _statistics(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the sum of the losses, and the sums that `Embed.step_metrics` reads.
 
-    `statistics_P3`: the STATISTICS of each sample; 0 for fillers.
+    `statistics_P3`: the statistics of each sample; 0 for fillers.
     """
     loss_sum, correct, similarity = statistics_P3.sum(0).unbind()
     sums = {"samples": batch.real_P.sum(), "correct": correct, "similarity": similarity}

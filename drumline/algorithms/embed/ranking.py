@@ -88,7 +88,7 @@ def rank_documents(compared_NRD: torch.Tensor, ids_NR: torch.Tensor) -> torch.Te
         ids_NR: a number of each text, below 0 for a text that a sample lacks.
     """
     device = compared_NRD.device
-    judged = _judge(ids_NR.cpu().numpy())
+    judged = _match_queries_to_answers(ids_NR.cpu().numpy())
 
     samples_Q = torch.from_numpy(judged.sample_of_query).to(device)
     queries_QD = compared_NRD[samples_Q, 0]
@@ -111,7 +111,7 @@ def rank_documents(compared_NRD: torch.Tensor, ids_NR: torch.Tensor) -> torch.Te
     return table_N4
 
 
-def _judge(ids_NR: npt.NDArray[np.float64]) -> _Judgements:
+def _match_queries_to_answers(ids_NR: npt.NDArray[np.float64]) -> _Judgements:
     """Return which documents answer which queries. `ids_NR`: as of `rank_documents`."""
     query_ids_Q, sample_of_query_Q, query_of_sample_N = np.unique(
         ids_NR[:, 0], return_index=True, return_inverse=True

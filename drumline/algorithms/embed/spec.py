@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from drumline.data.encode import RowEncoder
 
 Pooling = Literal["auto", "mean", "last", "cls"]
-# Numbers of a sample besides the gradient of its embeddings: see `objective.Embed.combine_first`.
-STATISTICS = 3
+# Statistics of a sample besides the gradient of its embeddings: `objective.Embed.combine_first`.
+STATISTIC_COUNT = 3
 
 
 class EmbedConfig(RetrievalSpec):
@@ -95,9 +95,9 @@ class EmbedConfig(RetrievalSpec):
     def first_numbers(self, hidden: int) -> int:
         """Return how many numbers `batch.first` has of each sample in training.
 
-        They are the gradient of each embedding, and STATISTICS.
+        They are the gradient of each embedding, and STATISTIC_COUNT statistics.
         """
-        return self.rows_per_sample * hidden + STATISTICS
+        return self.rows_per_sample * hidden + STATISTIC_COUNT
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.retrieval import RetrievalRowEncoder

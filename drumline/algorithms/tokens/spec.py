@@ -48,7 +48,10 @@ class SFTConfig(TextSpec):
         if self.objective != NEXT_TOKEN:
             # Somebody's own objective.
             return None
-        return Seq2SeqConfig(decoder_start=decoder_start, loss_chunk=self.loss_chunk)
+        # The kind is set, so that a plan writes it into the YAML.
+        return Seq2SeqConfig(
+            kind="seq2seq", decoder_start=decoder_start, loss_chunk=self.loss_chunk
+        )
 
     def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
         return {"prompt": random_text(1), "completion": random_text(length)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from drumline.plan.facts import ModelFacts, Weight
+from drumline.plan.facts import ModelFacts, Weight, names_attention
 
 
 class MixingBlocks(NamedTuple):
@@ -74,4 +74,4 @@ def rows_of_recurrent_layers(facts: ModelFacts, cp: int) -> float:
 
 def is_of_attention(weight: Weight) -> bool:
     """Return whether a weight lies in attention."""
-    return any("attention" in owner.lower() for owner in weight.owners)
+    return any(names_attention(owner) for owner in weight.owners)

@@ -365,7 +365,8 @@ class _Estimator:
         self.may_compile = False
         if self.config.compile.enabled is None:
             self.may_compile = not reason_against(self.config, question.facts, cluster)
-        if question.facts.block_parameters:
+        # Blocks that a pipeline cannot cut, as of vision-language models, are recomputed nevertheless.
+        if question.facts.recomputes and question.facts.block_weights:
             self.checkpointing_modes = checkpointing_modes(memory)
         else:
             self.checkpointing_modes = (memory.activation_checkpointing,)
