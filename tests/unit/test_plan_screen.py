@@ -114,7 +114,7 @@ def test_what_one_asks_next_stands_on_a_screen(run: Run, tmp_path: Path) -> None
             and "Out:" not in out
         )
         assert (
-            "Row 1 is slow: " in out and "--adapter lora: " in out and "--batch 64: " in out
+            "Row 1 is slow: " in out and "--adapter lora: " in out and "--batch 16: " in out
         ) is (adapter == "none")
         screens.append([line.split() for line in lines if re.match(r"(full|LoRA|QLoRA) ", line)])
         assert [row[0] for row in screens[-1]] == [

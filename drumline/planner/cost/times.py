@@ -86,8 +86,11 @@ def estimate(
     if peak_flops:
         devices = layout.mesh.world_size * layout.devices_per_rank
         mfu = tokens_per_s * facts.flops_per_token / (peak_flops * devices)
-    group = fitted.group_of(layout, bool(cluster.calibration.operators))
-    memory_range, seconds_range = fitted.RANGES[group]
+    is_calibrated = bool(cluster.calibration.operators)
+    # No mixture's memory was published that can be compared, so it has the range of its kind of run.
+    memory_range = fitted.RANGES[fitted.group_of(layout, is_calibrated)][0]
+    group = fitted.group_of(layout, is_calibrated, is_mixture=facts.experts > 0)
+    seconds_range = fitted.RANGES[group][1]
     return Estimate(
         memory=device_memory,
         host=host_memory(layout, facts, cluster, device_memory.peak),

@@ -18,6 +18,7 @@ from rich.text import Text
 from drumline.hardware.catalog import usual_host_memory
 from drumline.plan.estimate import HostMemory, Memory
 from drumline.plan.explain import count, describe_checkpointing
+from drumline.plan.facts import ModelFacts
 from drumline.planner.cost.fitted import group_of
 from drumline.planner.report.output import needs_gb, overrides
 from drumline.planner.search.advice import Change, ModeResult
@@ -141,7 +142,7 @@ def show(
     show_modes(modes, console, tokens)
     ranked = answer.ranked[:top]
     shown = [*ranked, *_best_of(modes)]
-    show_ranges(shown, console)
+    show_ranges(shown, answer.question.facts, console)
     if ranked:
         for table in tables(answer.question, ranked, console, tokens):
             _print_titled(table, console)
@@ -219,7 +220,7 @@ def show_short(
     if not _fits_terminal(table, console):
         table = _table(columns)
     console.print(table)
-    show_ranges([*shown, *_best_of(modes)], console)
+    show_ranges([*shown, *_best_of(modes)], answer.question.facts, console)
     hidden = len(answer.ranked) - len(rows)
     more = ""
     if hidden > 0:
@@ -338,7 +339,7 @@ def _describe_batches(shown: Sequence[ModeResult], best: Sequence[Candidate]) ->
     return ", ".join(described)
 
 
-def show_ranges(candidates: Sequence[Candidate], console: Console) -> None:
+def show_ranges(candidates: Sequence[Candidate], facts: ModelFacts, console: Console) -> None:
     """Print how far measured seconds were from predicted ones, by group of layouts.
 
     Speed, hours and cost in the table may be off by as much.
@@ -347,7 +348,7 @@ def show_ranges(candidates: Sequence[Candidate], console: Console) -> None:
     for candidate in candidates:
         low, high = candidate.estimate.seconds_range
         bounds = f"{low - 1:+.0%} to {high - 1:+.0%}"
-        pairs.append((bounds, group_of(candidate.layout)))
+        pairs.append((bounds, group_of(candidate.layout, is_mixture=facts.experts > 0)))
     described = []
     for bounds, groups in group_names(pairs).items():
         if bounds == "+0% to +0%":
