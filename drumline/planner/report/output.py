@@ -23,6 +23,7 @@ from drumline.planner.adapter_size import adapter_size
 from drumline.planner.search.advice import Change, ModeResult
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
 from drumline.planner.search.auto import describe_faster_tight_plan, disagreements, risk
+from drumline.planner.search.pure_bf16 import PureBF16
 from drumline.system.yaml_lines import write_yaml
 from drumline.version import __version__
 
@@ -250,6 +251,8 @@ def overrides(config: Config, candidate: Candidate) -> list[str]:
         value = getattr(memory, key)
         if value != getattr(config.memory, key):
             made.append(f"memory.{key}={value}")
+    if candidate.config.compile.enabled and not config.compile.enabled:
+        made.append("compile.enabled=true")
     for key in ("export", "export_adapter"):
         value = getattr(candidate.layout.config.checkpoint, key)
         if value != getattr(config.checkpoint, key):
@@ -278,12 +281,14 @@ def answer_as_json(
     tokens: float | None = None,
     changes: Sequence[Change] = (),
     modes: Sequence[ModeResult] = (),
+    pure_bf16: PureBF16 | None = None,
 ) -> dict[str, Any]:
     """Return the answer of `drumline plan --json`, in bytes, seconds, tokens and FLOPs, never scaled.
 
     `tokens`: of the whole run; None: those of its steps.
     `changes`: what would make it fit, if nothing does.
     `modes`: the results of full training, LoRA and QLoRA.
+    `pure_bf16`: the best plan with weights and moments in bf16, if it differs much.
     """
     question = answer.question
 
@@ -319,7 +324,9 @@ def answer_as_json(
         "refused": refused,
         "tight": as_json(answer.tight),
         "adapters": adapters,
+        "pure_bf16": as_json(pure_bf16 and pure_bf16.candidate),
         "looked_at": answer.looked_at,
+        "estimated": answer.estimated,
         "guides": heuristics,
         "changes": helpful,
         "probes": [probe.model_dump(mode="json") for probe in answer.probes],

@@ -31,6 +31,7 @@ from drumline.planner.search.auto import (
 )
 from drumline.planner.search.choice import slow_lines
 from drumline.planner.search.compiling import compile_speeds_up_step, describe_compile
+from drumline.planner.search.pure_bf16 import PureBF16
 
 CATEGORIES = (
     "parameters",
@@ -130,13 +131,15 @@ def show(
     *,
     top: int,
     tokens: float | None = None,
+    pure_bf16: PureBF16 | None = None,
 ) -> None:
     """Print all of an answer.
 
     These are the question, full training beside LoRA and QLoRA, the first `top` plans, the families
     that are out, heuristics that disagree, what would fit (`changes`), and remarks.
 
-    `tokens`: of the whole run.
+    `tokens`: of the whole run. `pure_bf16`: the best plan with weights and moments in bf16, if it
+    differs much.
     """
     show_headline(answer.question, console)
     show_modes(modes, console, tokens)
@@ -155,6 +158,7 @@ def show(
     show_changes(changes, console)
     if answer.ranked:
         _show_remarks(answer, modes, console, tokens)
+        _show_pure_bf16(pure_bf16, console)
 
 
 def _print_titled(table: Table, console: Console) -> None:
@@ -196,12 +200,14 @@ def show_short(
     *,
     top: int,
     tokens: float | None = None,
+    pure_bf16: PureBF16 | None = None,
 ) -> None:
     """Print one screen of an answer.
 
     It has the question, full training, LoRA and QLoRA, the first `top` plans, and remarks.
 
-    `tokens`: of the whole run.
+    `tokens`: of the whole run. `pure_bf16`: the best plan with weights and moments in bf16, if it
+    differs much.
     """
     show_headline(answer.question, console)
     _show_refused_choice(answer, console)
@@ -230,6 +236,7 @@ def show_short(
         style="dim",
     )
     _show_remarks(answer, modes, console, tokens)
+    _show_pure_bf16(pure_bf16, console)
 
 
 def _show_refused_choice(answer: Answer, console: Console) -> None:
@@ -709,6 +716,12 @@ def _show_remarks(
     if question.cluster.host_memory_assumed and _host_matters(answer):
         console.print(f"{assumed_host(answer)}\n", markup=False)
     _show_export(answer, console)
+
+
+def _show_pure_bf16(found: PureBF16 | None, console: Console) -> None:
+    """Print what weights and moments in bf16 would gain, if it is much."""
+    if found is not None:
+        console.print(f"{found.line}\n", markup=False, soft_wrap=True)
 
 
 def _show_tight(answer: Answer, console: Console) -> None:
