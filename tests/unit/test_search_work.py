@@ -18,7 +18,7 @@ from drumline.planner.search.answer import (
 )
 from drumline.planner.search.family import Bar
 from drumline.planner.search.gains import gains
-from drumline.planner.search.layouts import estimate_layout
+from drumline.planner.search.layouts import Estimator, estimate_layout
 from drumline.planner.search.pure_bf16 import OVERRIDE, find_pure_bf16
 from drumline.planner.search.search import search
 
@@ -54,6 +54,7 @@ def test_what_is_passed_over_would_not_be_in_the_answer(
     short = search(question)
     first = search(question, first_only=True)
     monkeypatch.setattr(Bar, "is_reached", lambda self, speed: True)
+    monkeypatch.setattr(Estimator, "may_fit", lambda *_: True)
     whole = search(question)
 
     assert described(short) == described(whole)

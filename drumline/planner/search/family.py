@@ -72,6 +72,21 @@ class Family:
         """Keep the best candidate of a strategy if it is among the best few."""
         self.best = heapq.nlargest(FEW, [*self.best, candidate], risk_adjusted_speed)
 
+    def add(self, other: Family) -> None:
+        """Add what was found of another part of the family, of which nothing fits."""
+        self.looked_at += other.looked_at
+        self.estimated += other.estimated
+        nearest = other.nearest
+        if nearest is not None:
+            self._keep_nearest(nearest)
+
+    def _keep_nearest(self, candidate: Candidate) -> None:
+        """Keep a candidate that does not fit if it needs less memory than all before it."""
+        nearest = self.nearest
+        needs = candidate.estimate.memory.reserved
+        if nearest is None or needs < nearest.estimate.memory.reserved:
+            self.nearest = candidate
+
     def refuse(self, error: PlanError) -> None:
         """Keep the reason of a refusal if it is the first."""
         self.reason = self.reason or describe_refusal(error)
@@ -81,9 +96,7 @@ class Family:
         self.estimated += 1
         estimated = candidate.estimate
         if not counts_as_fitting(candidate, exclude_tight):
-            nearest = self.nearest
-            if nearest is None or estimated.memory.reserved < nearest.estimate.memory.reserved:
-                self.nearest = candidate
+            self._keep_nearest(candidate)
         elif estimated.verdict == "tight":
             tight = self.tight
             is_fastest = tight is None or is_faster_by_tie(estimated, tight.estimate)

@@ -195,6 +195,8 @@ class Estimator:
         `exclude_tight`: candidates with the verdict `tight` do not count as fitting. `fastest`: a
         risk-adjusted speed; candidates that are slower by more than TIE may be left out.
         """
+        if not self.may_fit(strategy, family, exclude_tight):
+            return None
         bar = Bar(fastest)
         found: list[Candidate] = []
         for is_compiled in self.compile_choices:
@@ -220,6 +222,28 @@ class Estimator:
         alike = [candidate for candidate in equal if _rank_of_equal(candidate) == first]
         near = select_fastest(alike, SAME_ERROR)
         return min(near, key=_distance_from_usual)
+
+    def may_fit(self, strategy: StrategyConfig, family: Family, exclude_tight: bool) -> bool:
+        """Return whether the leanest layouts of a strategy fit, or are not known.
+
+        They recompute all blocks, compiled if they can be: a compiled block keeps less. If none of
+        them fits, `family` holds the one that needs least. All others need as much memory or more.
+        """
+        if len(self.checkpointing) == 1:
+            # There is no other kind, so it is looked at anyway.
+            return True
+        for is_compiled in self.compile_choices:
+            choice = Choice(self.checkpointing[-1], is_compiled)
+            leanest = Family()
+            # Rules may refuse the kind, or to compile it.
+            with suppress(PlanError):
+                for candidate in self.candidates(strategy, choice, leanest, Bar()):
+                    leanest.record(candidate, exclude_tight)
+                    if counts_as_fitting(candidate, exclude_tight):
+                        return True
+                family.add(leanest)
+                return False
+        return True
 
     def candidates(
         self, strategy: StrategyConfig, choice: Choice, family: Family, bar: Bar
