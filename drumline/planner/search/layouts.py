@@ -212,7 +212,7 @@ class Estimator:
                     # What refuses to compile a layout does not refuse the layout.
                     if not is_compiled:
                         family.refuse(error)
-        for candidate in self._partly_checkpointed(strategy, family, bar):
+        for candidate in self._try_fewer_blocks(strategy, family, bar):
             family.record(candidate, exclude_tight)
             found.append(candidate)
         if not found:
@@ -278,7 +278,7 @@ class Estimator:
             if not bar.is_reached(self._speed(layout, pace)):
                 family.is_cut = True
                 continue
-            candidate = self._estimated(layout, pace)
+            candidate = self._make_candidate(layout, pace)
             yield candidate
             estimated = candidate.estimate
             if estimated.verdict == "no":
@@ -289,7 +289,7 @@ class Estimator:
         if refusal is not None and not is_laid_out:
             raise refusal
 
-    def _partly_checkpointed(
+    def _try_fewer_blocks(
         self, strategy: StrategyConfig, family: Family, bar: Bar
     ) -> Iterator[Candidate]:
         """Yield candidates that checkpoint as few blocks as fit, each faster than all before by TIE."""
@@ -303,9 +303,9 @@ class Estimator:
                 # The rules refuse some kinds, and some strategies.
                 with suppress(PlanError):
                     series = self._series(strategy, Choice(checkpointing, is_compiled, blocks=1))
-                    yield from self._with_fewest_blocks(series, family, bar)
+                    yield from self._find_fewest_blocks(series, family, bar)
 
-    def _with_fewest_blocks(self, series: Series, family: Family, bar: Bar) -> Iterator[Candidate]:
+    def _find_fewest_blocks(self, series: Series, family: Family, bar: Bar) -> Iterator[Candidate]:
         """Yield a candidate for each batch with which fewer blocks than all are enough to fit.
 
         `series`: with one checkpointed block.
@@ -333,7 +333,7 @@ class Estimator:
             if too_few == len(numbers):
                 continue
             chosen = _with_blocks(layout, numbers[too_few])
-            candidate = self._estimated(chosen, self._pace(chosen))
+            candidate = self._make_candidate(chosen, self._pace(chosen))
             if bar.is_passed(risk_adjusted_speed(candidate)):
                 bar.raise_to(candidate)
                 yield candidate
@@ -341,7 +341,7 @@ class Estimator:
     def _fits_with(self, layout: Layout, blocks: int | None) -> bool:
         """Return whether a layout fits with room if so many blocks are checkpointed; None: all."""
         changed = _with_blocks(layout, blocks)
-        return self._estimated(changed, self._pace(changed)).estimate.verdict == "fits"
+        return self._make_candidate(changed, self._pace(changed)).estimate.verdict == "fits"
 
     def _series(self, strategy: StrategyConfig, choice: Choice) -> Series:
         """Return the layouts of a strategy with a choice. Raises PlanError if rules refuse it."""
@@ -390,7 +390,7 @@ class Estimator:
         speed = speed_of_run(layout, pace.tokens_per_s / slower, step_seconds, pace.startup)
         return discount(layout, speed)
 
-    def _estimated(self, layout: Layout, pace: Pace) -> Candidate:
+    def _make_candidate(self, layout: Layout, pace: Pace) -> Candidate:
         """Return a layout with its estimate, and with an export that the host has the memory for."""
         names = layout.strategy.names(self.question.cluster.world_size)
         fitted, estimated = _fit_export(self.question, layout, pace)
