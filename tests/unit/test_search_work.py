@@ -65,16 +65,18 @@ def test_what_is_passed_over_would_not_be_in_the_answer(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["deepseek-v3", "kimi-k2"])
-def test_the_work_for_a_large_cluster_is_bounded(model: str) -> None:
-    answer = search(asked(model, "128x8xh100-80g", "batch.global_samples=4096"))
+def test_the_work_for_a_large_cluster_is_bounded() -> None:
+    answer = search(asked("deepseek-v3", "128x8xh100-80g", "batch.global_samples=4096"))
 
     assert answer.ranked
+    assert answer.looked_at <= MOST_LOOKED_AT
     assert answer.estimated <= MOST_ESTIMATED
 
 
-# Without bounds 2,898 eager layouts of DeepSeek-V3 were estimated here, each of them twice.
-MOST_ESTIMATED = 2_898
+# A tenth more than the 1,313 and 1,072 that were counted. Without bounds 2,898 layouts were estimated,
+# each of them twice.
+MOST_LOOKED_AT = 1_444
+MOST_ESTIMATED = 1_179
 
 
 def partly_checkpointed(answer: Answer) -> list[Candidate]:
