@@ -315,6 +315,9 @@ def answer_as_json(
     helpful = []
     for change in changes:
         helpful.append({"what": change.what, "candidate": as_json(change.candidate)})
+    in_bf16 = None
+    if pure_bf16 is not None:
+        in_bf16 = as_json(pure_bf16.candidate)
     return {
         "version": VERSION,
         "model": _model_as_json(question),
@@ -324,7 +327,7 @@ def answer_as_json(
         "refused": refused,
         "tight": as_json(answer.tight),
         "adapters": adapters,
-        "pure_bf16": as_json(pure_bf16 and pure_bf16.candidate),
+        "pure_bf16": in_bf16,
         "looked_at": answer.looked_at,
         "estimated": answer.estimated,
         "guides": heuristics,
