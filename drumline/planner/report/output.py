@@ -31,6 +31,14 @@ from drumline.version import __version__
 VERSION = 1
 # Sections that a layout sets. All other sections of a candidate's config are the user's own.
 LAYOUT_SECTIONS = ("strategy", "batch", "memory", "precision", "compile")
+# Keys of the section `memory` that a layout sets.
+LAYOUT_KEYS_OF_MEMORY = (
+    "activation_checkpointing",
+    "checkpointed_blocks",
+    "activation_offload",
+    "mlp_chunk",
+    "on_oom",
+)
 SCHEMA = "drumline.schema.json"
 # Characters of a comment line in the file of `drumline init`, without the leading `# `.
 COMMENT_WIDTH = 116
@@ -247,10 +255,10 @@ def overrides(config: Config, candidate: Candidate) -> list[str]:
     strategy = sections_of_layout(candidate)["strategy"]
     made = ["strategy=" + flow_style(strategy)]
     memory = candidate.config.memory
-    for key in ("activation_checkpointing", "checkpointed_blocks", "on_oom"):
+    for key in LAYOUT_KEYS_OF_MEMORY:
         value = getattr(memory, key)
         if value != getattr(config.memory, key):
-            made.append(f"memory.{key}={value}")
+            made.append(f"memory.{key}={flow_style(value)}")
     if candidate.config.compile.enabled and not config.compile.enabled:
         made.append("compile.enabled=true")
     for key in ("export", "export_adapter"):

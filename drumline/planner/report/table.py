@@ -17,7 +17,7 @@ from rich.text import Text
 
 from drumline.hardware.catalog import usual_host_memory
 from drumline.plan.estimate import HostMemory, Memory
-from drumline.plan.explain import count, describe_checkpointing
+from drumline.plan.explain import count, describe_recomputation
 from drumline.plan.facts import ModelFacts
 from drumline.planner.cost.fitted import group_of
 from drumline.planner.report.output import needs_gb, overrides
@@ -340,7 +340,7 @@ def _describe_batches(shown: Sequence[ModeResult], best: Sequence[Candidate]) ->
     for mode, chosen in zip(shown, best, strict=True):
         layout = chosen.layout
         rows = layout.batch.micro_batch
-        described.append(f"{mode.name} {rows} ({describe_checkpointing(layout)})")
+        described.append(f"{mode.name} {rows} ({describe_recomputation(layout)})")
     return ", ".join(described)
 
 
@@ -524,7 +524,7 @@ def _layout_columns(ranked: Sequence[Candidate]) -> Columns:
         layout = candidate.layout
         meshes.append(_describe_mesh(candidate))
         batches.append(f"{layout.batch.micro_batch} × {layout.batch.accumulation}")
-        recomputation.append(describe_checkpointing(layout))
+        recomputation.append(describe_recomputation(layout))
         compilation.append("on" if candidate.config.compile.enabled else "off")
     columns: Columns = {
         "mesh": meshes,
