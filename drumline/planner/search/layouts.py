@@ -190,9 +190,9 @@ class Estimator:
         It is chosen in three steps:
 
         1. Candidates whose risk-adjusted speed is within TIE of the highest are equally fast.
-        2. Of these, those that fit are preferred to tight ones, then those with the fewest savings,
-           then eager to compiled ones, then those with the same checkpointing in all blocks, then
-           those with the least checkpointing.
+        2. Of these, those without savings are preferred, then those that fit to tight ones, then
+           those with one saving to those with two, then eager to compiled ones, then those with the
+           same checkpointing in all blocks, then those with the least checkpointing.
         3. Of those left and within SAME_ERROR of their fastest, the micro-batch nearest to the
            usual number of tokens wins.
 
@@ -246,17 +246,20 @@ class Estimator:
         found: list[Candidate] = []
         for savings in self.savings:
             choice = Choice("full", savings=savings)
+            # Layouts that are too slow to be chosen are not estimated.
+            estimated = []
             fitting = []
             # The rules refuse some savings, and savings for some strategies.
             with suppress(PlanError):
                 for candidate in self.candidates(strategy, choice, family, bar):
                     family.record(candidate, exclude_tight)
+                    estimated.append(candidate)
                     if counts_as_fitting(candidate, exclude_tight):
                         fitting.append(candidate)
                         bar.raise_to(candidate)
-                is_most = savings == self.savings[0]
-                if is_most and not fitting:
-                    break
+            has_most = savings == self.savings[0]
+            if has_most and estimated and not fitting:
+                break
             found += fitting
         return found
 
@@ -489,7 +492,7 @@ def _with_blocks(layout: Layout, blocks: int | None) -> Layout:
     return layout.model_copy(update={"config": config})
 
 
-def _rank_of_equal(candidate: Candidate) -> tuple[bool, int, bool, bool, int]:
+def _rank_of_equal(candidate: Candidate) -> tuple[bool, bool, int, bool, bool, int]:
     """Return the key that sorts equally fast candidates of one strategy, the best first."""
     layout = candidate.layout
     memory = layout.config.memory
@@ -498,7 +501,7 @@ def _rank_of_equal(candidate: Candidate) -> tuple[bool, int, bool, bool, int]:
     is_compiled = bool(layout.config.compile.enabled)
     has_unequal_blocks = memory.checkpointed_blocks is not None
     kind = CHECKPOINTING.index(layout.activation_checkpointing)
-    return does_not_fit, savings, is_compiled, has_unequal_blocks, kind
+    return savings > 0, does_not_fit, savings, is_compiled, has_unequal_blocks, kind
 
 
 def _distance_from_usual(candidate: Candidate) -> float:
