@@ -444,7 +444,7 @@ def _with_default_adapter(question: Question) -> Question | None:
     if question.config.head != "lm":
         return None
     adapter = LoRAConfig()
-    facts = with_lora(question.facts, adapter, approximate_scans=True)
+    facts = with_lora(question.facts, adapter)
     if facts is None:
         return None
     config = question.config.model_copy(update={"adapter": adapter})
