@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from drumline.rl.ahead import ScheduledSampling
 from drumline.rl.generate import Completion
 
 
@@ -18,24 +19,37 @@ class PendingRollout:
         sampler_gap: float | None = None,
         row_ids: Sequence[int] = (),
         version: int | None = None,
+        scheduled: ScheduledSampling | None = None,
     ) -> None:
         """Store the prompts, and the function that waits for their completions.
 
         Args:
             prompt_ids: The prompts' numbers in the cache, each as often as it is completed.
             complete: Waits for the completions and returns them; called once, on the first access.
-            sampler_gap: SamplerCheck.gap when sampling ahead began; None if nothing is sampled ahead, or
-                if the sampler was not free, so that its weights were set aside and not checked.
+            sampler_gap: SamplerCheck.gap when sampling ahead began, of a rollout that a checkpoint holds.
             row_ids: Numbers in the cache of prompts that are learned with the completion in their row.
             version: The optimizer steps after which the weights were exported that sample it; None if
                 that is not known, as a server keeps its own weights.
+            scheduled: The handle to the completions if they are sampled ahead; it has the gap.
         """
         self.prompt_ids = prompt_ids
         self.row_ids = list(row_ids)
         self._complete = complete
         self._completions: list[Completion] | None = None
-        self.sampler_gap = sampler_gap
+        self._sampler_gap = sampler_gap
+        self._scheduled = scheduled
         self.version = version
+
+    @property
+    def sampler_gap(self) -> float | None:
+        """`SamplerCheck.gap` when sampling ahead began.
+
+        None if nothing is sampled ahead, if it has not begun yet, or if the sampler was not free, so that
+        its weights were set aside and not checked.
+        """
+        if self._scheduled is not None:
+            return self._scheduled.sampler_gap
+        return self._sampler_gap
 
     @property
     def completions(self) -> list[Completion]:

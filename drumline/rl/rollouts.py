@@ -240,8 +240,10 @@ class Rollouts:
     # Samples completions by the present weights while training goes on, once those asked for before are
     # sampled. Arguments: requests, step. Collective.
     sample_ahead: Callable[[list[Request], int], ScheduledSampling]
-    # Starts to sample the next rollout of `sample_ahead` if the sampler is free. Collective; it does not wait.
+    # Begins with the next rollout of `sample_ahead` as far as that needs no waiting. Collective.
     start_next_if_free: Callable[[], None]
+    # Waits until servers have the weights of `sample_ahead`, and compares them with the policy. Collective.
+    finish_comparison: Callable[[], None]
     # Compares the sampler with the policy when `sample` and `sample_ahead` give it new weights.
     sampler_check: SamplerCheck
     # Returns the url of each server that was lost and is not back → why.
@@ -308,6 +310,9 @@ class Rollouts:
                 episodes, metrics = self._make_episodes(learned)
                 if self.ask_teacher is not None:
                     self.ask_teacher(episodes)
+            with self._add_seconds("generate"):
+                # The first step changes the policy, with which servers are compared.
+                self.finish_comparison()
             self._report_pending = partial(
                 self._report_trained, time.time(), last_step, sampled, prompts_drawn, metrics
             )
@@ -378,9 +383,8 @@ class Rollouts:
         scheduled = self.sample_ahead(requests, steps_done)
         version = self._exported_version(steps_done)
         call = SegmentCall(scheduled, targets, version, self.segment_rules)
-        gap = self._measured_gap(scheduled)
         for rollout, _ in targets:
-            rollout.await_call(call, gap)
+            rollout.await_call(call)
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from the state in a checkpoint; a new run has an empty one."""
@@ -443,15 +447,13 @@ class Rollouts:
             return PendingRollout(prompt_ids, sample, None, row_ids, sampled_version)
         requests = self._requests(self.prompts, prompt_ids, keys)
         scheduled = self.sample_ahead(requests, first_step)
-        gap = self._measured_gap(scheduled)
-        return PendingRollout(prompt_ids, scheduled.finish, gap, row_ids, sampled_version)
-
-    def _measured_gap(self, scheduled: ScheduledSampling) -> float | None:
-        """Return the gap between sampler and policy; None if the sampler still has earlier weights."""
-        if scheduled.sampling is None:
-            return None
-        # It has begun, so the sampler was compared with the policy just now.
-        return self.sampler_check.gap
+        return PendingRollout(
+            prompt_ids,
+            scheduled.finish,
+            row_ids=row_ids,
+            version=sampled_version,
+            scheduled=scheduled,
+        )
 
     def _draw_prompts(self, prompts: int, position: int) -> DrawnPrompts:
         """Draw the prompts of a rollout.

@@ -335,7 +335,7 @@ def test_weights_wait_as_files_while_a_server_samples_by_others(
     assert_same(made.generate(REQUESTS, 3), sample_here(learned, 3))
 
     for turn, hand_over in enumerate(waiting):
-        hand_over()
+        hand_over().finish()
         assert_same(made.generate(REQUESTS, turn), expected[turn])
 
     assert len(list(folder.iterdir())) == 1, "those that were used are gone"
