@@ -15,6 +15,7 @@ from drumline.dist.reduce import gather_from_ranks
 from drumline.errors import DrumlineError
 from drumline.rl.generate import WHERE, Weights, rank_and_world_size
 from drumline.rl.servers import HEALTH_SECONDS, ServedGenerator, Server, ServerError
+from drumline.system.heartbeat import alive
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +51,19 @@ class Loading:
     Rank 0 asks the servers, in a thread. All ranks learn of its outcome in `finish`.
     """
 
-    def __init__(self, load: Load, end: Callable[[DrumlineError | None], None]) -> None:
+    def __init__(
+        self, load: Load, end: Callable[[DrumlineError | None], None], seconds: float
+    ) -> None:
         """Have the servers begin to load.
 
         Args:
             load: Has the servers load, on rank 0; on other ranks it returns at once.
             end: Called on all ranks with what `load` returned. It tells all ranks what rank 0 knows of the
                 servers. Collective.
+            seconds: The most seconds of one of the requests that `load` sends.
         """
         self._end = end
+        self._seconds = seconds
         self._is_ended = False
         self._outcome: Future[DrumlineError | None] = Future()
         # A daemon: a run that fails does not wait for servers.
@@ -89,6 +94,8 @@ class Loading:
         if self._is_ended:
             return
         self._is_ended = True
+        # As `Server.request` does: what this rank has done meanwhile has taken back what that granted.
+        alive(2 * self._seconds)
         self._end(self._outcome.result())
 
 
@@ -178,7 +185,8 @@ class HandOver(ABC, Generic[Kept]):
         self.replaced = self.present
         self.present = weights
         self.version = f"{self.generator.version_prefix}-{self.hand_overs}"
-        return Loading(partial(self._load_on_all, failure), self._end)
+        seconds = self.generator.config.timeout_seconds
+        return Loading(partial(self._load_on_all, failure), self._end, seconds)
 
     def _load_on_all(self, failure: DrumlineError | None) -> DrumlineError | None:
         """Have all servers load the weights, on rank 0. Returns an error that must end the run, or None.

@@ -116,7 +116,7 @@ class TextGeneration:
         (see `rl.ahead`). That hand-over is not checked, as the policy has changed by then. Collective.
         """
         if self._background.is_free():
-            generator = self._existing_generator()
+            generator = self._require_generator()
             start = partial(self._start_in_background, generator, requests, step)
             compare = None
             if self._refresh is not None and self.check is not None:
@@ -207,14 +207,14 @@ class TextGeneration:
         # A thread may still generate with the weights that are about to be replaced, and servers can only be
         # checked for these weights as long as they have them.
         self._background.finish()
-        generator = self._existing_generator()
+        generator = self._require_generator()
         if self._refresh is not None:
             self._refresh(self._weights_to_hand_over())
             if self.check is not None:
                 self.check.compare(generator)
         return generator
 
-    def _existing_generator(self) -> Generator:
+    def _require_generator(self) -> Generator:
         """Return the generator, which may have other weights than the current ones. Collective.
 
         The first call makes it.
