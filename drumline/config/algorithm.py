@@ -45,6 +45,8 @@ from drumline.config.section import Above0, Amount, RefusesNull, Weight
 from drumline.config.teachers import BaseTeacher, ServedTeacher, Teacher
 
 ReferenceKind = Literal["none", "precomputed", "live", "adapter"]
+# The most rollouts that are sampled ahead of the one that is learned from.
+MOST_AHEAD = 8
 # How a distilled model's distributions are compared with its teacher's.
 DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
 # What an objective may ask of the logits of a language model.

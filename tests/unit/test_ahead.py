@@ -168,6 +168,30 @@ def test_how_far_ahead_may_be_set() -> None:
         algorithm("grpo", ahead=2, importance="none")
 
 
+def test_which_other_algorithms_sample_ahead() -> None:
+    """Those whose loss does not ask which weights have sampled."""
+    pairs = algorithm("online_dpo", ahead=3)
+    taught = algorithm("gkd", teacher={"id": "teacher"}, ahead=3)
+    for spec in (pairs, taught):
+        assert spec.lookahead == 3
+        assert not spec.needs_old_log_probs, "nothing is weighted by them"
+
+    with pytest.raises(ConfigError, match="dynamic_sampling chooses prompts by rewards"):
+        algorithm("online_dpo", ahead=2, dynamic_sampling=1)
+
+    with pytest.raises(ConfigError, match="ahead"):
+        algorithm("ppo", ahead=1)
+
+    environment = {"kind": "tools", "functions": ["a.py:f"], "turns": 2, "max_tokens": 4096}
+    for kind, options in (
+        ("grpo", {}),
+        ("online_dpo", {}),
+        ("gkd", {"teacher": {"id": "teacher"}}),
+    ):
+        with pytest.raises(ConfigError, match="all ranks meet after each turn"):
+            algorithm(kind, **options, ahead=1, environment=environment)
+
+
 def test_the_line_of_a_rollout_shows_how_old_the_weights_are() -> None:
     event = next(event for event in story(20) if isinstance(event, Rollout))
     rollout = {**vars(event), "kind": "rollout", "staleness": 4}

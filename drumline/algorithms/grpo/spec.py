@@ -7,10 +7,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from drumline.algorithms.specs import PromptSpec
+from drumline.config.algorithm import MOST_AHEAD
 from drumline.config.section import MOST_WEIGHT, Above0, Weight
-
-# The most rollouts that are sampled ahead of the one that is learned from.
-MOST_AHEAD = 8
 
 
 class GRPOConfig(PromptSpec):
@@ -92,7 +90,9 @@ class GRPOConfig(PromptSpec):
         ge=0,
         le=MOST_AHEAD,
         description="How many rollouts are sampled ahead, while an earlier one is learned from. The weights that sample a rollout are"
-        " then older by as many rollouts. Requires `importance`, which is then token if it is not set. 0: nothing is sampled ahead.",
+        " then older by as many rollouts. Requires `importance`, which is then token if it is not set. Not possible with an environment,"
+        " as all ranks meet after each of its turns. gkd and online_dpo have the key too. ppo does not: its advantages sum errors of values"
+        " over later tokens, for which a weight of each token does not correct. 0: nothing is sampled ahead.",
     )
     partial: bool = Field(
         False,
