@@ -824,7 +824,11 @@ CASES.append(Case("online dpo", {"algorithm": ONLINE_DPO, **NO_SIGNS}, SIZES, ki
 DISTILL: Sections = {"kind": "distill", "loss_chunk": 32}
 GKD: Sections = {"kind": "gkd", "loss_chunk": 32, "generator": ROLLOUT["generator"]}
 OF_A_TEACHER: dict[str, tuple[Sections, str]] = {
-    "distill, the likeliest precomputed": ({**DISTILL, "top_k": 8, "divergence": "jsd"}, "packed"),
+    # JSD would have next to no gradient, as the student is far from its teacher.
+    "distill, the likeliest precomputed": (
+        {**DISTILL, "top_k": 8, "divergence": "reverse_kl"},
+        "packed",
+    ),
     "distill, live": ({**DISTILL, "log_probs": "live", "top_k": 0}, "packed"),
     "gkd": ({**GKD, "on_policy_share": 0.5}, "grpo"),
 }
