@@ -804,6 +804,18 @@ PATHS_OF_GRPO: dict[str, Sections] = {
         },
         "data": {"max_length": 128},
     },
+    # The last rollout is of older weights.
+    "grpo, in turns ahead": {
+        "algorithm": {
+            **GRPO,
+            **IN_TURNS,
+            "ahead": 1,
+            "environment": TURNS,
+            "rewards": [{"kind": "environment"}],
+        },
+        "data": {"max_length": 128},
+        "run": {"steps": 3, "seed": 2},
+    },
     "grpo, with tools": {
         "algorithm": {
             **GRPO,
