@@ -222,6 +222,23 @@ def test_rollouts_are_sampled_ahead_on_a_server(server: RealServer, tmp_path: Pa
     assert not (tmp_path / "run" / "rollout-weights").exists()
 
 
+def test_episodes_of_turns_are_sampled_ahead_on_a_server(
+    server: RealServer, tmp_path: Path
+) -> None:
+    generator = {"stop": list("aeiou"), **NETWORK}
+    train(write_grpo(tmp_path, server, generator, {**IN_TURNS, "ahead": 1}, run={"steps": 4}))
+    run = tmp_path / "run"
+
+    assert column(run, "staleness", "rollout") == [0, 1, 1, 1]
+    assert column(run, "failures", "rollout") == [{}] * 4
+    assert min(column(run, "turns", "rollout")) > 1
+
+    first, *later = column(run, "sampler_log_ratio_max")
+
+    assert first < LARGEST_ROUNDING
+    assert min(later) > LARGEST_ROUNDING
+
+
 def test_a_run_ahead_that_is_killed_goes_on_with_the_same_episodes(
     server: RealServer, tmp_path: Path
 ) -> None:
