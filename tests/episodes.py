@@ -7,6 +7,9 @@ import random
 import time
 from typing import Any
 
+# What `spell` returns. It has no word with u.
+SPELLED = {"a": "and", "e": "even", "i": "in", "o": "one"}
+
 
 class Vowels:
     """Asks for vowels, and answers each turn by a word that it draws.
@@ -34,6 +37,15 @@ class Vowels:
         word = random.choice(("more", "again", "and"))
         is_over = self.done == self.turns or self.letter in said
         return [{"role": "user", "content": word}], reward + 0.1 * (self.letter in said), is_over
+
+
+def spell(letter: str) -> str:
+    """Return a word that begins with a letter.
+
+    Args:
+        letter: A vowel.
+    """
+    return SPELLED[letter]
 
 
 class Naughty:

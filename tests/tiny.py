@@ -213,8 +213,12 @@ def tiny_model_dir(
     hidden: int = 32,
     positions: int = 512,
     kv_heads: int = 2,
+    tied: bool = True,
 ) -> Path:
-    """Save a random Llama (fp32, tied embeddings, about 30 thousand parameters) and its tokenizer to folder `path`; returns `path`."""
+    """Save a random Llama (fp32, about 30 thousand parameters) and its tokenizer to folder `path`; returns `path`.
+
+    `tied`: whether its head is its embedding.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -227,7 +231,7 @@ def tiny_model_dir(
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
         max_position_embeddings=positions,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -235,6 +239,43 @@ def tiny_model_dir(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
+    return save_model(path, model, tokenizer)
+
+
+# The architecture of `tiny_calling_dir`.
+CALLING = "llama that calls"
+# Tools are named, and called as Hermes does.
+CHATML_WITH_TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}"
+    "{% for tool in tools %}{{ tool['function']['name'] }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>' + call['function'] | tojson + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def tiny_calling_dir(path: Path, layers: int = 2) -> Path:
+    """Save the model of `tiny_model_dir` with 48 more tokens, each of which is a whole call of the tool `spell`; returns `path`.
+
+    So a random model calls in about every second turn of 6 tokens, and half of the calls fail.
+    """
+    import torch
+
+    tiny_model_dir(path, layers=layers)
+    tokenizer = tiny_tokenizer(chat_template=CHATML_WITH_TOOLS)
+    calls = []
+    for number in range(48):
+        letter = "aeiouuuu"[number % 8]
+        spaces = " " * number
+        calls.append(
+            f'<tool_call>{{"name": "spell", "arguments": {{"letter": "{letter}"{spaces}}}}}</tool_call>'
+        )
+    tokenizer.add_tokens(calls)
+    model = read_model(path)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     return save_model(path, model, tokenizer)
 
 

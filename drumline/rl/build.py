@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from drumline.config import rollouts as configs
+from drumline.rl.ahead import HandOverWeights, WeightTransfer
 from drumline.rl.continuous import ContinuousGenerator
 from drumline.rl.generate import (
     Generator,
@@ -38,9 +39,11 @@ class Refresh:
     """
 
     hand_over: Callable[[Weights], None]
-    # Sets the weights aside, and returns the function that hands them over. The function may be
+    # Sets the weights aside, and returns the function that begins to hand them over. The function may be
     # collective, too.
-    hold: Callable[[Weights], Callable[[], None]]
+    hold: Callable[[Weights], HandOverWeights]
+    # Copies the weights and begins to hand them over. Collective. None: `hand_over` alone is possible.
+    begin: Callable[[Weights], WeightTransfer] | None = None
     # Hands the weights over again to servers that do not have them, and returns their urls. Collective,
     # see `HandOver.restore_weights`.
     restore: Callable[[], list[str]] = restore_none
@@ -160,7 +163,8 @@ def _servers(
         if config.folder is not None:
             folder = Path(config.folder)
         hand_over = WeightFolder(remote, folder.absolute(), dtype, files.adapter)
-    return remote, Refresh(hand_over.refresh, hand_over.hold, hand_over.restore_weights)
+    refresh = Refresh(hand_over.refresh, hand_over.hold, hand_over.begin, hand_over.restore_weights)
+    return remote, refresh
 
 
 def greedy_generator(generator: Any) -> Generator:

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from threading import Thread
 from typing import Any, Generic, TypeVar
 
 from drumline.dist.reduce import gather_from_ranks
 from drumline.errors import DrumlineError
 from drumline.rl.generate import WHERE, Weights, rank_and_world_size
 from drumline.rl.servers import HEALTH_SECONDS, ServedGenerator, Server, ServerError
+from drumline.system.heartbeat import alive
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +41,70 @@ class AdapterFiles:
         return named
 
 
+# Has servers load weights. Returns an error that must end the run; None if it can go on.
+Load = Callable[[], DrumlineError | None]
+
+
+class Loading:
+    """Weights that servers load in the background while the ranks do other things.
+
+    Rank 0 asks the servers, in a thread. All ranks learn of its outcome in `finish`.
+    """
+
+    def __init__(
+        self, load: Load, end: Callable[[DrumlineError | None], None], seconds: float
+    ) -> None:
+        """Have the servers begin to load.
+
+        Args:
+            load: Has the servers load, on rank 0; on other ranks it returns at once.
+            end: Called on all ranks with what `load` returned. It tells all ranks what rank 0 knows of the
+                servers. Collective.
+            seconds: The most seconds of one of the requests that `load` sends.
+        """
+        self._end = end
+        self._seconds = seconds
+        self._is_ended = False
+        self._outcome: Future[DrumlineError | None] = Future()
+        # A daemon: a run that fails does not wait for servers.
+        thread = Thread(target=self._run, args=(load,), daemon=True, name="drumline-hand-over")
+        thread.start()
+
+    def _run(self, load: Load) -> None:
+        """Have the servers load; `finish` raises an unexpected error again."""
+        try:
+            self._outcome.set_result(load())
+        except BaseException as error:  # noqa: BLE001 - raised where the outcome is asked for
+            self._outcome.set_exception(error)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether this rank need not wait for servers any longer. Other ranks than 0 never do."""
+        return self._outcome.done()
+
+    def wait(self) -> None:
+        """Wait until the servers have loaded or failed, without telling other ranks."""
+        self._outcome.exception()
+
+    def finish(self) -> None:
+        """Wait until the servers have the weights, and tell all ranks. Collective.
+
+        Raises on all ranks if no server takes them, as `HandOver.refresh` does. A second call returns at once.
+        """
+        if self._is_ended:
+            return
+        self._is_ended = True
+        # As `Server.request` does: what this rank has done meanwhile has taken back what that granted.
+        alive(2 * self._seconds)
+        self._end(self._outcome.result())
+
+
 class HandOver(ABC, Generic[Kept]):
     """The base of what hands weights to servers: rank 0 keeps them, and asks each server to load them.
 
-    They are all weights of the model, or those of its adapter.
+    They are all weights of the model, or those of its adapter. They are copied before a hand-over
+    begins, or in the network's case while it does; the servers load the copy in the background. Between
+    the beginning of a hand-over and its end no request may be sent.
 
     A lost server that answers again first gets the weights, then requests. `restore_weights` finds servers
     that restarted without any request failing, by the version of their weights, and hands the weights
@@ -64,6 +126,8 @@ class HandOver(ABC, Generic[Kept]):
         self.version = ""
         # Weights that are not handed over yet.
         self.held: list[Kept] = []
+        # The weights before the present ones while servers load those; else None.
+        self.replaced: Kept | None = None
 
     @abstractmethod
     def _keep(self, weights: Weights) -> tuple[Kept, DrumlineError | None]:
@@ -86,52 +150,62 @@ class HandOver(ABC, Generic[Kept]):
         Raises on all ranks if the weights cannot be kept or no server takes them: the error
         itself on rank 0, DrumlineError on the others. In the first hand-over each server must take them.
         """
+        self.begin(weights).finish()
+
+    def begin(self, weights: Weights) -> Loading:
+        """Copy the weights, and have the servers begin to load them. Collective.
+
+        It returns once the weights are copied. `Loading.finish` raises what `refresh` does.
+        """
         kept, failure = self._keep(weights)
-        self._hand_over(kept, failure)
+        return self._begin(kept, failure)
 
-    def hold(self, weights: Weights) -> Callable[[], None]:
-        """Keep the weights, and return the function that hands them over. Both are collective.
+    def hold(self, weights: Weights) -> Callable[[], Loading]:
+        """Keep the weights, and return the function that begins to hand them over. Both are collective.
 
-        The function may be called later, also after other weights were handed over. It raises what
-        `refresh` does.
+        The function may be called later, also after other weights were handed over.
         """
         kept, failure = self._keep(weights)
         self.held.append(kept)
-        return partial(self._hand_over_held, kept, failure)
+        return partial(self._begin_held, kept, failure)
 
-    def _hand_over_held(self, weights: Kept, failure: DrumlineError | None) -> None:
-        """Have the servers load weights that were held until now. Collective."""
+    def _begin_held(self, weights: Kept, failure: DrumlineError | None) -> Loading:
+        """Have the servers begin to load weights that were held until now. Collective."""
         self.held.remove(weights)
-        self._hand_over(weights, failure)
+        return self._begin(weights, failure)
 
-    def _hand_over(
-        self,
-        weights: Kept,
-        failure: DrumlineError | None,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> None:
-        """Have the servers load weights. Collective.
+    def _begin(self, weights: Kept, failure: DrumlineError | None) -> Loading:
+        """Have the servers begin to load weights. Collective.
 
         Args:
             weights: The weights, on rank 0.
             failure: Why they could not be kept, on rank 0.
-            meanwhile: What all ranks do while the servers load; None: they wait.
         """
         self._share_lost_servers()
-        previous = self.present
+        self.replaced = self.present
         self.present = weights
         self.version = f"{self.generator.version_prefix}-{self.hand_overs}"
-        is_rank_0 = rank_and_world_size()[0] == 0
-        with ThreadPoolExecutor(1) as thread:
-            loading: Future[DrumlineError | None] | None = None
-            if is_rank_0 and failure is None:
-                loading = thread.submit(self._load_on_servers, self.pool.servers)
-            if meanwhile is not None:
-                meanwhile()
-            if loading is not None:
-                failure = loading.result()
-        if is_rank_0 and failure is None and previous is not None:
-            self._release(previous)
+        seconds = self.generator.config.timeout_seconds
+        return Loading(partial(self._load_on_all, failure), self._end, seconds)
+
+    def _load_on_all(self, failure: DrumlineError | None) -> DrumlineError | None:
+        """Have all servers load the weights, on rank 0. Returns an error that must end the run, or None.
+
+        `failure`: why the weights could not be kept. Then no server is asked, and it is returned.
+        """
+        if failure is not None or rank_and_world_size()[0] != 0:
+            return failure
+        return self._load_on_servers(self.pool.servers)
+
+    def _end(self, failure: DrumlineError | None) -> None:
+        """End a hand-over: tell all ranks which servers have the weights. Collective.
+
+        `failure`: the error of rank 0 that must end the run, which is raised on all ranks.
+        """
+        replaced = self.replaced
+        self.replaced = None
+        if rank_and_world_size()[0] == 0 and failure is None and replaced is not None:
+            self._release(replaced)
         self.hand_overs += 1
         states = [server.state() for server in self.pool.servers]
         self.pool.set_states(_share_from_rank_0(states, failure))

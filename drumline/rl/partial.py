@@ -153,15 +153,15 @@ class PartialRollout(PendingRollout):
         """Return the tokens that are sampled so far of a completion."""
         return self._so_far[index].tokens
 
-    def await_call(self, call: SegmentCall, gap: float | None) -> None:
-        """Note the call that samples the next segment of its completions, and the gap of its weights."""
+    def await_call(self, call: SegmentCall) -> None:
+        """Note the call that samples the next segment of its completions."""
         self._call = call
-        known = [each for each in (self.sampler_gap, gap) if each is not None]
-        self.sampler_gap = max(known, default=None)
 
     def add_segment(self, index: int, segment: Completion, call: SegmentCall) -> None:
-        """Add a segment that a call has sampled."""
+        """Add a segment that a call has sampled, and note the gap of its weights."""
         self._call = None
+        known = [self._sampler_gap, call.scheduled.sampler_gap]
+        self._sampler_gap = max((gap for gap in known if gap is not None), default=None)
         self._so_far[index] = join_segment(self._so_far[index], segment, call.version, call.rules)
 
     def state(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,19 @@ CollateEpisodes = Callable[[Episodes, list[int], int, int | None], EpisodeBatch]
 ReadOutputs = Callable[[Any, EpisodeBatch], torch.Tensor]
 
 
+class Background(Protocol):
+    """What goes on while models read, and is attended to between their micro-batches."""
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether weights are on their way to servers. It is the same on all ranks."""
+        ...
+
+    def start_next_if_free(self) -> None:
+        """Start to sample if the weights have arrived. Collective; it does not wait."""
+        ...
+
+
 @dataclass(frozen=True)
 class EpisodeReader:
     """Divides the episodes of a rollout into micro-batches of this rank, and runs models over them."""
@@ -46,6 +59,8 @@ class EpisodeReader:
     width: int | None
     # Makes a batch of some episodes; for a vision-language model it has their images.
     collate: CollateEpisodes = collate_episodes
+    # Attended to by `read`; None: nothing goes on.
+    background: Background | None = None
 
     def micro_batches(
         self, episodes: Episodes, picks: list[int], accumulation: int, micro_batch: int
@@ -156,8 +171,14 @@ class EpisodeReader:
             adapter: Whether the model's adapter is switched on.
         """
         assigned = self._assign_all(episodes)
-        batches = (self._collate(episodes, rows) for rows in assigned)
-        values_of_batches = engine.infer(batches, read, adapter)
+        values_of_batches: list[torch.Tensor] = []
+        while len(values_of_batches) < len(assigned):
+            left = assigned[len(values_of_batches) :]
+            part = left[: self._micro_batches_at_once(left)]
+            batches = (self._collate(episodes, rows) for rows in part)
+            values_of_batches += engine.infer(batches, read, adapter)
+            if self.background is not None:
+                self.background.start_next_if_free()
         kinds = values_of_batches[0].shape[0]
         values_KNM = torch.zeros(kinds, *episodes.mask_NM.shape)
         if self.counts:
@@ -166,6 +187,16 @@ class EpisodeReader:
                 _copy_completions(values_KNM, episodes, rows, values_KBT)
         # Each episode has its values on one rank and zeros on all others, so the sum is exact.
         return add_up(copy_to_device(self.device, values_KNM)).cpu()
+
+    def _micro_batches_at_once(self, left: list[list[int]]) -> int:
+        """Return how many of the micro-batches that are left are read before the background is attended to.
+
+        While servers load weights it is one for each stage of a pipeline, so that sampling starts soon after
+        the weights have arrived. Else it is all of them.
+        """
+        if self.background is not None and self.background.is_loading:
+            return self.plan.mesh.pp
+        return len(left)
 
 
 def rows_of_samples(episodes: Episodes, rows_per_sample: int) -> Ints:

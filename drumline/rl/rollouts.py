@@ -240,8 +240,10 @@ class Rollouts:
     # Samples completions by the present weights while training goes on, once those asked for before are
     # sampled. Arguments: requests, step. Collective.
     sample_ahead: Callable[[list[Request], int], ScheduledSampling]
-    # Starts to sample the next rollout of `sample_ahead` if the sampler is free. Collective; it does not wait.
+    # Begins with the next rollout of `sample_ahead` as far as that needs no waiting. Collective.
     start_next_if_free: Callable[[], None]
+    # Waits until servers have the weights of `sample_ahead`, and compares them with the policy. Collective.
+    finish_comparison: Callable[[], None]
     # Compares the sampler with the policy when `sample` and `sample_ahead` give it new weights.
     sampler_check: SamplerCheck
     # Returns the url of each server that was lost and is not back → why.
@@ -308,6 +310,9 @@ class Rollouts:
                 episodes, metrics = self._make_episodes(learned)
                 if self.ask_teacher is not None:
                     self.ask_teacher(episodes)
+            with self._add_seconds("generate"):
+                # The first step changes the policy, with which servers are compared.
+                self.finish_comparison()
             self._report_pending = partial(
                 self._report_trained, time.time(), last_step, sampled, prompts_drawn, metrics
             )
@@ -378,9 +383,8 @@ class Rollouts:
         scheduled = self.sample_ahead(requests, steps_done)
         version = self._exported_version(steps_done)
         call = SegmentCall(scheduled, targets, version, self.segment_rules)
-        gap = self._measured_gap(scheduled)
         for rollout, _ in targets:
-            rollout.await_call(call, gap)
+            rollout.await_call(call)
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from the state in a checkpoint; a new run has an empty one."""
@@ -442,16 +446,16 @@ class Rollouts:
             sample = partial(self._sample, self.prompts, prompt_ids, keys, first_step, False)
             return PendingRollout(prompt_ids, sample, None, row_ids, sampled_version)
         requests = self._requests(self.prompts, prompt_ids, keys)
+        if self.conversations is not None:
+            requests = list(self._starts(self.prompts, prompt_ids, requests))
         scheduled = self.sample_ahead(requests, first_step)
-        gap = self._measured_gap(scheduled)
-        return PendingRollout(prompt_ids, scheduled.finish, gap, row_ids, sampled_version)
-
-    def _measured_gap(self, scheduled: ScheduledSampling) -> float | None:
-        """Return the gap between sampler and policy; None if the sampler still has earlier weights."""
-        if scheduled.sampling is None:
-            return None
-        # It has begun, so the sampler was compared with the policy just now.
-        return self.sampler_check.gap
+        return PendingRollout(
+            prompt_ids,
+            scheduled.finish,
+            row_ids=row_ids,
+            version=sampled_version,
+            scheduled=scheduled,
+        )
 
     def _draw_prompts(self, prompts: int, position: int) -> DrawnPrompts:
         """Draw the prompts of a rollout.
@@ -739,10 +743,17 @@ class Rollouts:
         requests = self._requests(cache, prompt_ids, keys)
         if self.conversations is None:
             return self.sample(requests, step, greedily)
+        return self.conversations.play(self._starts(cache, prompt_ids, requests), step, greedily)
+
+    def _starts(
+        self, cache: TokenCache, prompt_ids: list[int], requests: list[Request]
+    ) -> list[Start]:
+        """Return the beginnings of episodes with environments, for some prompts and their requests."""
         starts = []
         for prompt_id, request in zip(prompt_ids, requests, strict=True):
-            starts.append(Start(request, row_for_environment(cache.meta(prompt_id))))
-        return self.conversations.play(starts, step, greedily)
+            row = row_for_environment(cache.meta(prompt_id))
+            starts.append(Start(request.tokens, request.key, request.images, row=row))
+        return starts
 
     def _score(
         self,

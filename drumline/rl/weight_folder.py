@@ -71,12 +71,12 @@ class WeightFolder(HandOver[Path]):
         self.generator.load_weights(server, weights, self.version)
 
     def _free_folder(self) -> Path:
-        """Return a folder that servers neither read nor will read.
+        """Return a folder that servers neither read nor will read, and that is not about to be removed.
 
         Weights that are handed over at once use two folders alternately.
         """
         number = 0
-        while self.folder / f"{number}" in (self.present, *self.held):
+        while self.folder / f"{number}" in (self.replaced, self.present, *self.held):
             number += 1
         return self.folder / f"{number}"
 

@@ -17,7 +17,6 @@ import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
@@ -30,7 +29,7 @@ from safetensors.torch import save
 
 from drumline.errors import DrumlineError
 from drumline.rl.generate import Weights, rank_and_world_size
-from drumline.rl.hand_over import AdapterFiles, HandOver
+from drumline.rl.hand_over import AdapterFiles, HandOver, Loading
 from drumline.rl.servers import Server
 from drumline.rl.vllm import RemoteVLLM
 from drumline.rl.weight_folder import ADAPTER_CONFIG, ADAPTER_FILE, METADATA
@@ -151,18 +150,30 @@ class WeightNetwork(HandOver[HostWeights]):
         self.dtype = dtype
         self.adapter = adapter
 
-    def refresh(self, weights: Weights) -> None:
-        """Hand over the weights at once, see HandOver. Servers read the first ones while others are copied."""
+    def begin(self, weights: Weights) -> Loading:
+        """Begin to hand over the weights, see HandOver. Servers read the first ones while others are copied."""
         if self.adapter is not None:
-            super().refresh(weights)
-            return
+            return super().begin(weights)
         spare: dict[str, torch.Tensor] = {}
         # Nothing is sampled by the present weights any more. Without this the model would be held twice.
         if isinstance(self.present, HostTensors):
             spare = self.present.tensors
             self.present = None
         tensors = HostTensors()
-        self._hand_over(tensors, None, partial(self._fill, tensors, weights, spare))
+        loading = self._begin(tensors, None)
+        try:
+            self._fill(tensors, weights, spare)
+        except BaseException:
+            # Servers that read already are told that the rest will not come.
+            loading.wait()
+            raise
+        return loading
+
+    def _begin(self, weights: HostWeights, failure: DrumlineError | None) -> Loading:
+        """Have the servers begin to read weights, see HandOver."""
+        # Nothing is sampled by those before any more, so their memory is free while servers read.
+        self.present = None
+        return super()._begin(weights, failure)
 
     def _keep(self, weights: Weights) -> tuple[HostWeights, DrumlineError | None]:
         """Copy the weights to rank 0's host memory, see HandOver."""

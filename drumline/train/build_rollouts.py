@@ -6,6 +6,7 @@ It is a part of the composition root, `train.build`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -112,6 +113,8 @@ def build_rollouts(
         check=check,
         vision=vision,
     )
+    # Servers may load weights while a rollout is prepared.
+    preparing_reader = replace(episode_reader, background=generate)
     held_out: dict[str, TokenCache] = {}
     for name, folder in data.eval_caches.items():
         held_out[name] = TokenCache.open(folder)
@@ -130,11 +133,12 @@ def build_rollouts(
         sample=generate,
         sample_ahead=generate.sample_ahead,
         start_next_if_free=generate.start_next_if_free,
+        finish_comparison=generate.finish_comparison,
         sampler_check=check,
         lost_servers=generate.lost_servers,
         rewards=Rewards(spec.rewards, Path(plan.base_dir), spec.reward_workers),
         reading=episode_reader,
-        readers=build_scorers(plan, spec, engine, episode_reader, turn_tail(tokenizer), device),
+        readers=build_scorers(plan, spec, engine, preparing_reader, turn_tail(tokenizer), device),
         decode=partial(tokenizer.decode, skip_special_tokens=True),
         emit=emit,
         conversations=build_conversations(plan, spec, generate),
@@ -170,14 +174,17 @@ def build_rollouts(
 def build_conversations(
     plan: Plan, spec: SamplingSpec, generate: TextGeneration
 ) -> Conversations | None:
-    """Return what plays episodes with the config's environment; None without one."""
+    """Return what plays episodes with the config's environment; None without one.
+
+    `generate` then plays the episodes that are sampled ahead.
+    """
     config = spec.environment
     if config is None:
         return None
     environments = Environments(config, Path(plan.base_dir))
     tools = environments.tools()
     chat = ChatTurns(generate.tokenizer, plan.config.data, tools, reads_calls=bool(tools))
-    return Conversations(
+    conversations = Conversations(
         sample=generate,
         sample_again=generate.sample_again,
         environments=environments,
@@ -188,7 +195,10 @@ def build_conversations(
         max_tokens=config.max_tokens,
         max_length=plan.config.data.max_length,
         scores_at_end=config.scores_at_end,
+        finish_background=generate.finish_background,
     )
+    generate.play_own = conversations.play_own
+    return conversations
 
 
 def product_precision(plan: Plan) -> str:

@@ -35,7 +35,7 @@ from drumline.models.scores import language_weights
 from drumline.models.shards import Values
 from drumline.models.tokenizer import load_tokenizer
 from drumline.plan.plan import Plan
-from drumline.rl.ahead import BackgroundSampling, ScheduledSampling
+from drumline.rl.ahead import BackgroundSampling, ScheduledSampling, WeightTransfer
 from drumline.rl.build import (
     Refresh,
     RolloutFiles,
@@ -43,6 +43,7 @@ from drumline.rl.build import (
     greedy_generator,
     lost_servers,
 )
+from drumline.rl.conversations import OwnEpisodes
 from drumline.rl.generate import (
     Completion,
     Generator,
@@ -74,6 +75,9 @@ class TextGeneration:
     samples_ahead: bool = False
     # Compares the sampler of rollouts with the policy.
     check: SamplerCheck | None = None
+    # Returns what plays a rank's episodes with environments by a generator, for `sample_ahead`; None
+    # without environments.
+    play_own: Callable[[Generator], OwnEpisodes] | None = None
     # How the model reads the images of prompts; None if it reads text alone.
     vision: Vision | None = None
     # Made by the first call that needs it.
@@ -109,26 +113,50 @@ class TextGeneration:
     def sample_ahead(self, requests: list[Request], step: int) -> ScheduledSampling:
         """Generate completions in a thread, with the current weights, while training goes on.
 
+        With environments, the thread plays the episodes of this rank: `requests` are then their Starts.
+
+        The weights are copied before this returns, and servers load the copy in the background. When they
+        have it, they are compared with the policy, at the latest in `finish_comparison`.
+
         If an earlier rollout is still being sampled, the weights are set aside until this rollout's turn
         (see `rl.ahead`). That hand-over is not checked, as the policy has changed by then. Collective.
         """
         if self._background.is_free():
-            generator = self._current_generator()
-            start = partial(self._start_in_background, generator, None, requests, step)
-            scheduled = self._background.add(start)
-            self._background.start_next()
+            generator = self._require_generator()
+            start = partial(self._start_in_background, generator, requests, step)
+            compare = None
+            if self._refresh is not None and self.check is not None:
+                compare = partial(self._compare, self.check, generator)
+            scheduled = self._background.add(start, self._begin_hand_over, compare)
+            self._background.begin_next()
             return scheduled
         assert self._generator is not None, "it has sampled the rollout before"
-        hand_over: Callable[[], None] | None = None
-        if self._refresh is not None:
-            hand_over = self._refresh.hold(self._weights_to_hand_over())
-        start = partial(self._start_in_background, self._generator, hand_over, requests, step)
-        return self._background.add(start)
+        start = partial(self._start_in_background, self._generator, requests, step)
+        if self._refresh is None:
+            return self._background.add(start)
+        return self._background.add(start, self._refresh.hold(self._weights_to_hand_over()))
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether weights for `sample_ahead` are on their way to servers. It is the same on all ranks."""
+        return self._background.is_loading
+
+    def finish_comparison(self) -> None:
+        """Wait until servers have the weights that the policy has now, if they are on their way. Collective.
+
+        It must be called before the policy learns, as the servers are then compared with it. Raises
+        TrainingStopped if the weights did not arrive.
+        """
+        self._background.finish_comparison()
+
+    def finish_background(self) -> None:
+        """Wait until the rollout that `sample_ahead` has begun last is sampled. Collective."""
+        self._background.finish()
 
     def start_next_if_free(self) -> None:
-        """Start to sample the next rollout of `sample_ahead` if the sampler is free. Collective.
+        """Begin with the next rollout of `sample_ahead` as far as that needs no waiting. Collective.
 
-        It does not wait.
+        See `BackgroundSampling.start_next_if_free`.
         """
         self._background.start_next_if_free()
 
@@ -152,19 +180,28 @@ class TextGeneration:
         return CheckedSampling(generator, requests, step, in_background, self._restore_weights)
 
     def _start_in_background(
-        self,
-        generator: Generator,
-        hand_over: Callable[[], None] | None,
-        requests: list[Request],
-        step: int,
+        self, generator: Generator, requests: list[Request], step: int
     ) -> CheckedSampling:
-        """Start to generate completions in a thread. Collective.
+        """Start to generate completions or episodes in a thread. Collective."""
+        sampler: Generator = generator
+        if self.play_own is not None:
+            sampler = self.play_own(generator)
+        return self._start_sampling(sampler, requests, step, in_background=True)
 
-        `hand_over`: gives the generator the weights that were set aside; None: it has the right ones.
-        """
-        if hand_over is not None:
-            hand_over()
-        return self._start_sampling(generator, requests, step, in_background=True)
+    def _begin_hand_over(self) -> WeightTransfer | None:
+        """Begin to hand over the current weights; None if they have arrived. Collective."""
+        refresh = self._refresh
+        if refresh is None:
+            return None
+        if refresh.begin is None:
+            refresh(self._weights_to_hand_over())
+            return None
+        return refresh.begin(self._weights_to_hand_over())
+
+    def _compare(self, check: SamplerCheck, generator: Generator) -> float | None:
+        """Compare the generator with the policy, and return the gap. Collective."""
+        check.compare(generator)
+        return check.gap
 
     def _restore_weights(self) -> list[str]:
         """Hand the present weights over again to servers that were restarted, and return their urls.
@@ -183,15 +220,23 @@ class TextGeneration:
         # A thread may still generate with the weights that are about to be replaced, and servers can only be
         # checked for these weights as long as they have them.
         self._background.finish()
+        generator = self._require_generator()
+        if self._refresh is not None:
+            self._refresh(self._weights_to_hand_over())
+            if self.check is not None:
+                self.check.compare(generator)
+        return generator
+
+    def _require_generator(self) -> Generator:
+        """Return the generator, which may have other weights than the current ones. Collective.
+
+        The first call makes it.
+        """
         unsharded: Any = None
         if not self.samples_ahead:
             unsharded = self.engine.unsharded_model()
         if self._generator is None:
             self._generator, self._refresh = self._build_generator(unsharded)
-        if self._refresh is not None:
-            self._refresh(self._weights_to_hand_over())
-            if self.check is not None:
-                self.check.compare(self._generator)
         return self._generator
 
     def _build_generator(self, unsharded: Any | None) -> tuple[Generator, Refresh | None]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.harness import LETTER_RANKS, LETTERS, Sections
+from tests.tiny import CALLING
 
 TOLERANCE = 1e-5
 STEPS = 3  # the last of them is counted
@@ -38,10 +39,11 @@ class Case:
     name: str
     sections: Sections
     rows: tuple[str, ...] = ()
-    architecture: str = "llama"  # or one of tests.tiny.ARCHITECTURES
+    architecture: str = "llama"  # or one of tests.tiny.ARCHITECTURES, or CALLING
     # The case whose work this does with another loss, whose formula has unit tests, or with other
-    # episodes, which have a file of tests of their own.
+    # episodes or a teacher, which have a file of tests of their own.
     kin: str = ""
+    has_teacher: bool = False  # another model of the tests is its teacher
 
 
 def engine_of(row: Row) -> str:
@@ -802,12 +804,49 @@ PATHS_OF_GRPO: dict[str, Sections] = {
         },
         "data": {"max_length": 128},
     },
+    # The last rollout is of older weights.
+    "grpo, in turns ahead": {
+        "algorithm": {
+            **GRPO,
+            **IN_TURNS,
+            "ahead": 1,
+            "environment": TURNS,
+            "rewards": [{"kind": "environment"}],
+        },
+        "data": {"max_length": 128},
+        "run": {"steps": 3, "seed": 2},
+    },
+    "grpo, with tools": {
+        "algorithm": {
+            **GRPO,
+            **IN_TURNS,
+            "environment": TOOLS,
+            # Of episodes, of which those with calls are longer.
+            "rewards": [LETTERS, {"kind": "length", "free": 2, "limit": 16}],
+        },
+        "data": {"max_length": 256},
+    },
 }
 for name, sections in PATHS_OF_GRPO.items():
     work = {**NO_SIGNS, "run": {"steps": 2, "seed": 2}, **sections}
-    CASES.append(Case(name, work, SIZES, kin="grpo"))
+    architecture = CALLING if name == "grpo, with tools" else "llama"
+    CASES.append(Case(name, work, SIZES, architecture, kin="grpo"))
 ONLINE_DPO: Sections = {"kind": "online_dpo", **ROLLOUT}
 CASES.append(Case("online dpo", {"algorithm": ONLINE_DPO, **NO_SIGNS}, SIZES, kin="grpo"))
+DISTILL: Sections = {"kind": "distill", "loss_chunk": 32}
+GKD: Sections = {"kind": "gkd", "loss_chunk": 32, "generator": ROLLOUT["generator"]}
+OF_A_TEACHER: dict[str, tuple[Sections, str]] = {
+    # JSD would have next to no gradient, as the student is far from its teacher.
+    "distill, the likeliest precomputed": (
+        {**DISTILL, "top_k": 8, "divergence": "reverse_kl"},
+        "packed",
+    ),
+    "distill, live": ({**DISTILL, "log_probs": "live", "top_k": 0}, "packed"),
+    "gkd": ({**GKD, "on_policy_share": 0.5}, "grpo"),
+}
+for name, (algorithm, kin) in OF_A_TEACHER.items():
+    sections = {"algorithm": algorithm, **TWO_STEPS}
+    CASES.append(Case(name, sections, SIZES, kin=kin, has_teacher=True))
 # Stages compute a head, which an encoder of texts lacks.
 WHOLE_MODELS = tuple(name for name in SPREADS if "pp 2" not in name and name != "model_parallel 2")
 CASES.append(

@@ -55,8 +55,11 @@ pytestmark = pytest.mark.timeout(3000)
 
 @dataclass(frozen=True)
 class Way:
+    """One way to spread the work over 2 processes, or `world_size`."""
+
     name: str
     sections: Sections
+    world_size: int = 2
 
 
 WAYS = [
@@ -66,6 +69,9 @@ WAYS = [
     Way("cp", {"strategy": "cp", "batch": {"micro_batch": 8}}),
     Way("pp", {"strategy": "pp", "batch": {"micro_batch": 2}}),
     Way("zero3", {"strategy": CUT}),
+    Way("ddp 4", {"strategy": "ddp", "batch": {"micro_batch": 2}}, 4),
+    Way("fsdp2 x tp, 4", {"strategy": {"kind": "fsdp2", "tp": 2}, "batch": {"micro_batch": 2}}, 4),
+    Way("fsdp2 x pp, 4", {"strategy": {"kind": "fsdp2", "pp": 2}, "batch": {"micro_batch": 2}}, 4),
 ]
 KEPT = {
     ("ddp, accumulation", "likeliest, precomputed"),
@@ -98,7 +104,7 @@ def pairs() -> list[Any]:
 
 
 def train_pairs(session: pytest.Session, file: str, root: Path, plan: Callable[..., Path]) -> None:
-    """Train the chosen pairs of a file on two ranks, and each of their cases on one.
+    """Train the chosen pairs of a file on several ranks, and each of their cases on one.
 
     `plan`: returns the plan of a run, by its name, world size, case, and sections.
     """
@@ -111,7 +117,7 @@ def train_pairs(session: pytest.Session, file: str, root: Path, plan: Callable[.
         case = params["case"]
         if not (root / slug(case)).exists():
             alone.append(plan(slug(case), 1, case, {"batch": {"micro_batch": 8}}))
-        spread.append(plan(slug(way.name, case), 2, case, way.sections))
+        spread.append(plan(slug(way.name, case), way.world_size, case, way.sections))
     train(alone)
     train(spread)
 

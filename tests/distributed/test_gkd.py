@@ -4,7 +4,6 @@ and after a restart."""
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from drumline.config.resume import Resume
 from drumline.errors import ModelError
 from drumline.train.setup import Request, make_plan
 from tests.distributed.ranks import run_plans
-from tests.distributed.rows import CUT, TOLERANCE
+from tests.distributed.rows import TOLERANCE
 from tests.distributed.setups import (
     EIGHT_BY_FOUR,
     UNSAVED,
@@ -26,7 +25,7 @@ from tests.distributed.setups import (
     same_evaluations,
     slug,
 )
-from tests.distributed.test_distill import pairs_of, teacher_dir, train_pairs
+from tests.distributed.test_distill import WAYS, Way, pairs_of, teacher_dir, train_pairs
 from tests.harness import Sections, column, events, losses, same_weights, write_config
 from tests.tiny import tiny_model_dir
 
@@ -61,20 +60,6 @@ CASES: dict[str, Sections] = {
 pytestmark = pytest.mark.timeout(3000)
 
 
-@dataclass(frozen=True)
-class Way:
-    name: str
-    sections: Sections
-
-
-WAYS = [
-    Way("ddp, accumulation", {"strategy": "ddp", "batch": {"micro_batch": 1}}),
-    Way("fsdp2", {"strategy": "fsdp2"}),
-    Way("tp", {"strategy": "tp", "batch": {"micro_batch": 8}}),
-    Way("cp", {"strategy": "cp", "batch": {"micro_batch": 8}}),
-    Way("pp", {"strategy": "pp", "batch": {"micro_batch": 2}}),
-    Way("zero3", {"strategy": CUT}),
-]
 KEPT = {("ddp, accumulation", "half of the rows"), ("fsdp2", "on policy")}
 BASE: Sections = {
     "batch": EIGHT_BY_FOUR,

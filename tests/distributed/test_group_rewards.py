@@ -101,19 +101,21 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path) -> Path:
+def runs(request: pytest.FixtureRequest, root: Path) -> Path:
+    sizes = (1, 2, 4) if request.config.getoption("--full") else (1, 2)
     plans = []
     for name, algorithm in CASES.items():
-        for world_size in (1, 2):
+        for world_size in sizes:
             plans.append(plan(root, f"{name} {world_size}", world_size, algorithm))
     train(plans)
     return root
 
 
 @pytest.mark.claim("rewards of groups are the same on any number of processes")
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", CASES)
-def test_same_episodes_and_losses_as_one_process(runs: Path, name: str) -> None:
-    mine = runs / f"{name} 2" / "run"
+def test_same_episodes_and_losses_as_one_process(runs: Path, name: str, world_size: int) -> None:
+    mine = runs / f"{name} {world_size}" / "run"
     alone = runs / f"{name} 1" / "run"
     for key in ("reward", "reward_std", "length", "groups_differ"):
         expected = column(alone, key, "rollout")

@@ -4,7 +4,6 @@ restart."""
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from drumline.config.load import load
 from drumline.config.resume import Resume
 from drumline.train.setup import Request
 from tests.distributed.ranks import run_plans
-from tests.distributed.rows import CUT, TOLERANCE
+from tests.distributed.rows import TOLERANCE
 from tests.distributed.setups import (
     EIGHT_BY_FOUR,
     UNSAVED,
@@ -25,7 +24,7 @@ from tests.distributed.setups import (
     same_evaluations,
     slug,
 )
-from tests.distributed.test_distill import pairs_of, train_pairs
+from tests.distributed.test_distill import WAYS, Way, pairs_of, train_pairs
 from tests.harness import LETTERS, Sections, column, events, losses, same_weights, write_config
 from tests.tiny import tiny_model_dir
 
@@ -68,20 +67,6 @@ CASES: dict[str, Sections] = {
 pytestmark = pytest.mark.timeout(3000)
 
 
-@dataclass(frozen=True)
-class Way:
-    name: str
-    sections: Sections
-
-
-WAYS = [
-    Way("ddp, accumulation", {"strategy": "ddp", "batch": {"micro_batch": 1}}),
-    Way("fsdp2", {"strategy": "fsdp2"}),
-    Way("tp", {"strategy": "tp", "batch": {"micro_batch": 8}}),
-    Way("cp", {"strategy": "cp", "batch": {"micro_batch": 8}}),
-    Way("pp", {"strategy": "pp", "batch": {"micro_batch": 2}}),
-    Way("zero3", {"strategy": CUT}),
-]
 KEPT = {("ddp, accumulation", "best of four, lora"), ("fsdp2", "two")}
 # Both completions of a pair have a prompt in common, so gradients nearly cancel: steps must not be
 # made of the entries that are rounding alone.

@@ -8,6 +8,7 @@ micro-batch, in fp32, to 1e-5 relative.
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,9 @@ from tests.distributed.rows import (
 )
 from tests.distributed.setups import EIGHT_BY_FOUR, UNSAVED, chosen_params, merge, plan_in, slug
 from tests.distributed.setups import case as case_of
+from tests.distributed.test_distill import teacher_dir
 from tests.harness import column, events
-from tests.tiny import tiny_architecture_dir, tiny_model_dir
+from tests.tiny import CALLING, tiny_architecture_dir, tiny_calling_dir, tiny_model_dir
 
 
 def is_counted(row: Row, case: Case) -> bool:
@@ -109,9 +111,16 @@ class Runs:
             folder = self.root / name
             if kind == "llama":
                 self.models[name] = tiny_model_dir(folder, layers=row.layers)
+            elif kind == CALLING:
+                self.models[name] = tiny_calling_dir(folder, layers=row.layers)
             else:
                 self.models[name] = tiny_architecture_dir(folder, kind)
         return self.models[name]
+
+    @functools.cached_property
+    def teacher(self) -> Path:
+        """The folder of the teacher's model."""
+        return teacher_dir(self.root)
 
     def plan(self, row: Row, case: Case) -> Path:
         is_reference = row in REFERENCES.values()
@@ -123,6 +132,9 @@ class Runs:
             "eval": {"at_start": is_reference},  # what they learn is held against it
         }
         sections = merge(base, case.sections, row.sections)
+        if case.has_teacher:
+            teacher = {"id": str(self.teacher)}
+            sections = merge(sections, {"algorithm": {"teacher": teacher}})
         model = self.model(row, case)
         return plan_in(self.root, run_name(row, case), row.world_size, model, **sections)
 
@@ -216,7 +228,8 @@ def test_same_numbers_as_one_process(runs: Runs, row: Row, case: Case, parity: R
     assert apart.largest <= TOLERANCE, apart
     assert column(mine, "tokens") == column(reference, "tokens")
     figure = "loss"
-    if events(mine, "rollout"):
+    # A distillation on the model's own completions has rollouts without rewards.
+    if events(mine, "rollout") and "reward" in events(reference, "eval")[-1]:
         figure = "reward"
     # Of a mixture: the tokens of each expert, whole numbers. Other models have no such event.
     assert loads(mine) == loads(reference)

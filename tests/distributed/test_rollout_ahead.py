@@ -97,9 +97,10 @@ def test_a_rollout_is_sampled_by_the_weights_of_the_schedule(alone: Path) -> Non
     assert all(abs(mean[0] - 1) > 1e-5 for mean in later[1:])
 
 
-def test_two_processes_learn_what_one_does(root: Path, alone: Path) -> None:
-    path = plan(root, "two", 2)
-    run_plans([path], 2)
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_several_processes_learn_what_one_does(root: Path, alone: Path, world_size: int) -> None:
+    path = plan(root, f"on-{world_size}", world_size)
+    run_plans([path], world_size)
     require_equal(path.parent, alone, 1e-5)
 
 

@@ -148,7 +148,8 @@ class RealServer:
         again as it reloads.
         """
         weights = load_file(self.model / "model.safetensors")
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        if "lm_head.weight" not in weights:
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
         folder = self.log.parent / "weights"
         folder.mkdir(exist_ok=True)
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -173,6 +174,16 @@ class RealServer:
     def _post(self, path: str, body: dict[str, object]) -> None:
         answer = httpx2.post(f"{self.url}{path}", json=body, timeout=60)
         assert answer.is_success, answer.text
+
+    def hang(self) -> None:
+        """Stop all processes of the server, which then takes connections and answers nothing."""
+        assert self.process is not None
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """Let a server go on that hangs."""
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGCONT)
 
     def stop(self) -> None:
         """End the server as Ctrl-C does, or kill it if it does not end."""

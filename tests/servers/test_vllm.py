@@ -16,47 +16,35 @@ from drumline.config import rollouts as c
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.models.choices import top_choices
 from drumline.rl.build import RolloutFiles, build_generator, lost_servers
-from drumline.rl.generate import Completion, Request
 from drumline.rl.restarts import CheckedSampling
-from drumline.rl.sampler_check import NEW_TOKENS, PROMPTS, expected_rounding_gap
 from drumline.rl.teacher_servers import TaughtText, TeacherServers
-from drumline.rl.vllm import RemoteVLLM
 from drumline.rl.weight_network import HostTensors
-from tests.harness import column, drumline, start_drumline, write_config
+from tests.harness import column, drumline, start_drumline
 from tests.loopback import until
+from tests.servers.sampling import (
+    FSDP2,
+    NETWORK,
+    REQUESTS,
+    ROUNDING,
+    SECONDS_OF_A_RUN,
+    TENSOR_PARALLEL,
+    TOKENS_OF_A_PROBE,
+    client,
+    mean_gap,
+    train_two_rollouts,
+    write_grpo,
+)
 from tests.servers.server import MOST_RANK, NEEDS_VLLM, RealServer
 from tests.tiny import read_model, tiny_model_dir, tiny_tokenizer
 from tests.vllm_stub import StubServer
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(1200), NEEDS_VLLM]
-SECONDS_OF_A_RUN = 180
-TEXTS = ["The", "What is two plus three?", "one two three", "Every rank keeps in step", "Rome"]
-REQUESTS = [Request(tiny_tokenizer().encode(text), (i, 0)) for i, text in enumerate(TEXTS)]
-TOKENS_OF_A_PROBE = PROMPTS * NEW_TOKENS
-# The most that rounding explains between two log-probs of a token, in nats.
-ROUNDING = expected_rounding_gap("fp32")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with heads of 64, since vLLM's kernels take no smaller ones than 32."""
     return tiny_model_dir(tmp_path_factory.mktemp("model") / "llama", hidden=256)
-
-
-@pytest.fixture(scope="module")
-def process(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """A server that the tests of this file start when they need it, and that is stopped at the end."""
-    server = RealServer(model, tmp_path_factory.mktemp("vllm") / "log.txt")
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def server(process: RealServer) -> RealServer:
-    """The one server of this file, with the weights that it was first started with."""
-    if not process.start():
-        process.restore()
-    return process
 
 
 @pytest.fixture(scope="module")
@@ -67,73 +55,6 @@ def teacher_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     server.start()
     yield server
     server.stop()
-
-
-def client(server: RealServer, **options: Any) -> RemoteVLLM:
-    """Return a client that asks the server for completions.
-
-    `options`: of the section `algorithm.generator`.
-    """
-    config = c.VLLMGenerator(**{"url": server.url, "max_new_tokens": 12, **options})
-    return RemoteVLLM(config, tiny_tokenizer(), 7)
-
-
-@torch.no_grad()
-def mean_gap(model: Any, completions: list[Completion]) -> float:
-    """Return the mean of |log p_server − log p_model| over the tokens of completions, in nats.
-
-    Args:
-        model: A model of transformers.
-        completions: What the server answered to REQUESTS.
-    """
-    differences = []
-    for request, completion in zip(REQUESTS, completions, strict=True):
-        tokens = torch.tensor([request.tokens + completion.tokens])
-        log_probs = model(tokens).logits[0].float().log_softmax(-1)
-        first = len(request.tokens)
-        for place, token in enumerate(completion.tokens):
-            expected = float(log_probs[first + place - 1, token])
-            differences.append(abs(completion.log_probs[place] - expected))
-    return sum(differences) / len(differences)
-
-
-TWO_RANKS = {"nproc": 2}
-FSDP2 = {"strategy": "fsdp2", "launch": TWO_RANKS}
-TENSOR_PARALLEL = {"strategy": {"kind": "fsdp2", "tp": 2}, "launch": TWO_RANKS}
-
-
-def write_grpo(folder: Path, server: RealServer, generator: dict[str, Any], **more: Any) -> Path:
-    """Write the config of two rollouts of GRPO that sample on the server."""
-    sampler = {"kind": "vllm", "url": server.url, "max_new_tokens": 12, **generator}
-    # About half of the completions have one, so that there is something to learn.
-    reward = {"kind": "regex", "pattern": "e", "full": False}
-    grpo = {"kind": "grpo", "group_size": 4, "generator": sampler, "rewards": [reward]}
-    sections: dict[str, Any] = {
-        "algorithm": grpo,
-        "batch": {"global_samples": 8, "micro_batch": 4},
-        "run": {"steps": 2},
-        "data": {"eval": [], "max_length": 448},
-        "schedule": {"kind": "constant", "warmup_steps": 0},
-    }
-    return write_config(folder, server.model, **{**sections, **more})
-
-
-def train_two_rollouts(config: Path) -> None:
-    """Train, and check that the server was the policy after each hand-over.
-
-    The run itself stops if it is not, but at a limit that may be four times as large.
-    """
-    finished = drumline("train", config, timeout=SECONDS_OF_A_RUN)
-
-    assert finished.code == 0, finished.out + finished.err
-
-    gaps = column(config.parent / "run", "sampler_gap", "rollout")
-
-    assert len(gaps) == 2
-    assert max(gaps) < ROUNDING
-
-
-NETWORK = {"transport": "network"}
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,9 @@ NO_STOP = StopRules(frozenset(), (), None)
 class Sampled(ScheduledSampling):
     """A sampling whose completions are there, which counts how often it is asked for them."""
 
-    def __init__(self, completions: list[Completion]) -> None:
+    def __init__(self, completions: list[Completion], gap: float | None = None) -> None:
         super().__init__(lambda: None)
+        self.sampler_gap = gap
         self.sampled = completions
         self.times = 0
 
@@ -115,11 +116,12 @@ def test_a_call_adds_its_segments_to_all_its_rollouts_once() -> None:
             Completion([1, 2], [-0.1, -0.2], False),
             Completion([3], [-0.3], True),
             Completion([5, 6], [-0.5, -0.6], False),
-        ]
+        ],
+        0.25,
     )
     call = SegmentCall(sampled, [(near, 0), (near, 1), (far, 1)], 2, NO_STOP)
-    near.await_call(call, 0.25)
-    far.await_call(call, 0.25)
+    near.await_call(call)
+    far.await_call(call)
 
     assert [completion.tokens for completion in near.completions] == [[1, 2], [3]]
     assert [completion.tokens for completion in far.completions] == [[], [5, 6]]
@@ -127,21 +129,20 @@ def test_a_call_adds_its_segments_to_all_its_rollouts_once() -> None:
     assert near.unfinished(4) == [0], "the other one has ended"
     assert far.tokens_so_far(1) == [5, 6]
 
-    later = SegmentCall(Sampled([Completion([9], [-0.9], True)]), [(near, 0)], 4, NO_STOP)
-    near.await_call(later, 0.125)
-    assert near.sampler_gap == 0.25, "the largest of all calls"
-    near.await_call(later, None)
-    assert near.sampler_gap == 0.25
-    first, _ = near.completions
-    assert first.tokens == [1, 2, 9]
+    for token, gap in ((9, 0.125), (11, None)):
+        segment = Completion([token], [-0.9], token == 11)
+        near.await_call(SegmentCall(Sampled([segment], gap), [(near, 0)], 4, NO_STOP))
+        first, _ = near.completions
+        assert near.sampler_gap == 0.25, "the largest of all calls"
+    assert first.tokens == [1, 2, 9, 11]
     assert near.unfinished(8) == []
 
 
 def test_a_checkpoint_holds_what_is_sampled_so_far() -> None:
     rollout = PartialRollout([4, 4], [(6, 0), (6, 1)], row_ids=[3])
     segments = [Completion([1, 2], [-0.1, -0.2], False), Completion([3], [-0.3], True)]
-    call = SegmentCall(Sampled(segments), [(rollout, 0), (rollout, 1)], 2, NO_STOP)
-    rollout.await_call(call, 0.5)
+    call = SegmentCall(Sampled(segments, 0.5), [(rollout, 0), (rollout, 1)], 2, NO_STOP)
+    rollout.await_call(call)
     # The state waits for the call.
     state = json.loads(json.dumps(rollout.state()))
     loaded = load_rollout(state, 0, samples_segments=True)

@@ -77,7 +77,16 @@ def assert_same(made: list[Completion], expected: list[Completion]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"stop": ("e",)}, {"temperature": 0.6}, {"top_p": 0.8, "top_k": 30}], ids=str
+    "options",
+    [
+        {},
+        {"stop": ("e",)},
+        # More of them than a server takes.
+        {"stop": ("z", "y", "x", "w", "e", "a")},
+        {"temperature": 0.6},
+        {"top_p": 0.8, "top_k": 30},
+    ],
+    ids=str,
 )
 @pytest.mark.slow
 def test_completions_are_what_the_seeds_say_in_the_order_of_the_requests(
@@ -335,7 +344,7 @@ def test_weights_wait_as_files_while_a_server_samples_by_others(
     assert_same(made.generate(REQUESTS, 3), sample_here(learned, 3))
 
     for turn, hand_over in enumerate(waiting):
-        hand_over()
+        hand_over().finish()
         assert_same(made.generate(REQUESTS, turn), expected[turn])
 
     assert len(list(folder.iterdir())) == 1, "those that were used are gone"

@@ -196,7 +196,7 @@ def test_the_memory_of_the_weights_before_is_used_again(
     assert places[0] == places[1]
     assert places[2] != places[1], "the present ones may have to be handed over again"
 
-    waiting()
+    waiting().finish()
 
 
 def test_servers_read_while_weights_are_gathered(servers: list[StubServer], model: Path) -> None:
@@ -247,7 +247,7 @@ def test_weights_wait_in_memory_while_a_server_samples_by_others(
     assert_same(made.generate(REQUESTS, 3), sample_here(learned, 3))
 
     for turn, hand_over in enumerate(waiting):
-        hand_over()
+        hand_over().finish()
         assert_same(made.generate(REQUESTS, turn), expected[turn])
 
 

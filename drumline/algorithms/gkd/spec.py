@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from drumline.config.algorithm import (
+    MOST_AHEAD,
     AuxiliaryModel,
     DivergenceKind,
     HeadOutput,
@@ -60,6 +61,15 @@ class GKDConfig(SamplingSpec, TeachingSpec):
         description="Share of the prompts that the model completes itself (λ of GKD). For the others it learns from the completion in the"
         " row. run.seed and the prompt's place in the order of the run decide which prompts these are.",
     )
+    ahead: int = Field(
+        0,
+        ge=0,
+        le=MOST_AHEAD,
+        description="How many rollouts are sampled ahead, while an earlier one is learned from. The weights that sample a completion are"
+        " then older by as many rollouts. The divergence at a token is of the present model, whoever sampled the tokens before it, so"
+        " nothing corrects for that; as with completions of rows, the model then learns at places that it would reach less often now."
+        " 0: nothing is sampled ahead.",
+    )
     rewards: Annotated[list[Reward], RefusesNull("leave it out for none")] = Field(
         default_factory=list,
         description="Computed for the model's completions and reported; nothing is learned from them. Default: none, or environment if"
@@ -80,6 +90,11 @@ class GKDConfig(SamplingSpec, TeachingSpec):
         if self.reward_workers is not None:
             raise ValueError("reward_workers compute rewards: list some, or leave it out")
         return self
+
+    @property
+    def lookahead(self) -> int:
+        """The number of rollouts that may be pending while another one is learned from: the key `ahead`."""
+        return self.ahead
 
     @property
     def group_size(self) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from drumline.algorithms.specs import PromptRowSpec
 from drumline.config.algorithm import (
+    MOST_AHEAD,
     AuxiliaryModel,
     HeadOutput,
     RewardedSpec,
@@ -48,10 +49,32 @@ class OnlineDPOConfig(PromptRowSpec, RewardedSpec):
         le=10**4,
         description="Sample again, at most this often, until enough groups have rewards that differ. 0: take groups as they are.",
     )
+    ahead: int = Field(
+        0,
+        ge=0,
+        le=MOST_AHEAD,
+        description="How many rollouts are sampled ahead, while an earlier one is learned from. The weights that sample a pair are then"
+        " older by as many rollouts. DPO's loss is of any two completions, so nothing corrects for that (Noukhovitch et al. 2024,"
+        " Asynchronous RLHF). 0: nothing is sampled ahead.",
+    )
     reference_model: Model | None = Field(
         None,
         description="Another reference than the model that training starts from; null: that model, under LoRA without its adapter.",
     )
+
+    @model_validator(mode="after")
+    def _knows_rewards(self) -> OnlineDPOConfig:
+        """Refuse `ahead` if prompts are chosen by rewards that are not known yet."""
+        if self.ahead and self.dynamic_sampling:
+            raise ValueError(
+                "dynamic_sampling chooses prompts by rewards, which a rollout that is under way has not got: leave it or ahead out"
+            )
+        return self
+
+    @property
+    def lookahead(self) -> int:
+        """The number of rollouts that may be pending while another one is trained on: the key `ahead`."""
+        return self.ahead
 
     @property
     def rows_per_sample(self) -> int:

@@ -838,6 +838,22 @@ def tower_bytes(facts: ModelFacts, setup: TowerSetup) -> float:
     return PATCHES_PER_IMAGE_TOKEN * by_patch
 
 
+@lru_cache(maxsize=256)
+def tower_forward_bytes(facts: ModelFacts, setup: TowerSetup) -> float:
+    """Return the bytes of one image token while a vision tower runs without gradients, an estimate.
+
+    A block has its input and its result, and one of its linear layers the input and result of its own.
+    """
+    largest = 0.0
+    for weights in facts.block_weights[: facts.tower_blocks]:
+        linear = [weight for weight in weights if len(weight.shape) == 2]
+        if linear:
+            stream = 2 * setup.stream_entry_bytes * linear[0].inputs
+            sides = max(sum(weight.shape) for weight in linear)
+            largest = max(largest, stream + setup.entry_bytes * sides)
+    return PATCHES_PER_IMAGE_TOKEN * largest
+
+
 def _tower_block_bytes(weights: tuple[Weight, ...], setup: TowerSetup) -> float:
     """Return the bytes that a block of a vision tower keeps for one patch."""
     linear = [weight for weight in weights if len(weight.shape) == 2]

@@ -55,7 +55,9 @@ from drumline.planner.cost.activations import (
     formula,
     head_bytes,
     tower_bytes,
+    tower_forward_bytes,
 )
+from drumline.planner.cost.rollouts import episodes_bytes, rollout_processes_bytes
 from drumline.planner.cost.terms import (
     FP32_BYTES,
     FP64_BYTES,
@@ -239,7 +241,6 @@ def memory_of_rank(
     auxiliary = auxiliary_state(layout, facts, pp_rank)
     buffers = _all_buffers(layout, facts, model_part, state, activations)
     phases = _phases(layout, facts, model_part, pp_rank, state, buffers, activations)
-    # Sampling is over before the first gradient, and keeps nothing of a step.
     if _first_numbers(layout, facts):
         compared = _first_pass_bytes(layout, facts)
         phases = {"first_pass": Phase(0.0, compared, 0.0, buffers.always), **phases}
@@ -248,7 +249,13 @@ def memory_of_rank(
         phases = {"teacher": taught, **phases}
     # The last batch is still there, with what the teacher says of it.
     taught_bytes = _taught_bytes(layout, facts, model_part)
-    phases["rollout"] = Phase(0.0, _sampling_bytes(layout, facts), 0.0, float(taught_bytes))
+    sampling = _sampling_bytes(layout, facts)
+    if _samples_while_learning(layout):
+        # It stands beside all phases of a step.
+        sampler_bytes += math.ceil(sampling)
+        sampling = 0.0
+    # Otherwise sampling is over before the first gradient, and keeps nothing of a step.
+    phases["rollout"] = Phase(0.0, sampling, 0.0, float(taught_bytes))
 
     if generates_with_weight_copy(layout):
         # Rollouts are sampled from a second copy of the policy's weights.
@@ -614,12 +621,16 @@ def _token_activations(
 
 def _tower_activations(layout: Layout, facts: ModelFacts, tokens: float) -> float:
     """Return the bytes that a vision tower keeps for the images among `tokens`; 0 without one."""
-    setup = TowerSetup(
+    return IMAGE_SHARE * tokens * tower_bytes(facts, _tower_setup(layout))
+
+
+def _tower_setup(layout: Layout) -> TowerSetup:
+    """Return what decides the bytes of a vision tower."""
+    return TowerSetup(
         recomputation=layout.activation_checkpointing,
         entry_bytes=PRECISION_BYTES[layout.precision],
         stream_entry_bytes=stream_entry_bytes(layout),
     )
-    return IMAGE_SHARE * tokens * tower_bytes(facts, setup)
 
 
 def _states_between_stages(layout: Layout, pp_rank: int, micro_batches: int) -> int:
@@ -943,11 +954,17 @@ def generator_of(layout: Layout) -> Generator | None:
     return None
 
 
+def _samples_while_learning(layout: Layout) -> bool:
+    """Return whether rollouts are sampled in the background of the steps (`algorithm.ahead`)."""
+    rollout = layout.config.algorithm.rollout
+    return rollout is not None and rollout.lookahead > 0
+
+
 def _sampling_bytes(layout: Layout, facts: ModelFacts) -> float:
     """Return the bytes of sampling, without weights.
 
     They are those of keys and values of all sequences of a batch, of the logits of their last
-    tokens, and of the forward of the prompts.
+    tokens, and of the forward of the prompts, or of their images if that is larger.
     """
     rollout = layout.config.algorithm.rollout
     generator = generator_of(layout)
@@ -970,7 +987,9 @@ def _sampling_bytes(layout: Layout, facts: ModelFacts) -> float:
     # earlier ones.
     prompt_tokens = sequences * max(1, layout.max_length - new_tokens)
     prompts = prompt_tokens * formula(layout, facts).live_forward
-    return cache + logits + prompts
+    # The vision tower has run when the text model reads the prompts.
+    images = IMAGE_SHARE * prompt_tokens * tower_forward_bytes(facts, _tower_setup(layout))
+    return cache + logits + max(prompts, images)
 
 
 def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) -> HostMemory:
@@ -998,9 +1017,12 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
     moved = 0
     if layout.device == "cuda":
         moved = offloaded_bytes(layout, facts)
-    between = own.between + PROCESS + moved + held_weights_bytes(layout, facts)
+    # Processes of rewards and environments stay while the policy learns.
+    rollouts = held_weights_bytes(layout, facts)
+    rollouts += rollout_processes_bytes(layout) + episodes_bytes(layout)
+    between = own.between + PROCESS + moved + rollouts
     if layout.device == "cpu":
-        training = peak + PROCESS + moved + held_weights_bytes(layout, facts)
+        training = peak + PROCESS + moved + rollouts
     else:
         training = between
     during_save = between
