@@ -109,6 +109,59 @@ def test_what_is_warned_of(changes: dict[str, Any], expected: list[str]) -> None
     assert warned_categories(**changes) == expected
 
 
+def rows_of(estimate: Estimate, **changes: Any) -> dict[str, Comparison]:
+    return {row.category: row for row in compare(estimate, measured_with(**changes))}
+
+
+def test_peaks_are_compared_part_by_part_of_a_step() -> None:
+    phases = {"forward": 700, "loss": 800, "head": 900, "blocks": 1000, "end": 600, "step": 450}
+    estimate = estimate_with(phases={name: value * GIB for name, value in phases.items()})
+    peaks = {"forward": 700 * GIB, "backward": 900 * GIB, "step": 450 * GIB, "clip": GIB}
+
+    rows = rows_of(estimate, peaks=peaks)
+    assert rows["peak, forward"].predicted == 800 * GIB
+    assert rows["peak, backward"].predicted == 1000 * GIB
+    assert rows["peak, backward"].measured == 900 * GIB
+    assert rows["peak, step"].predicted == 450 * GIB
+    # Nothing was predicted of it.
+    assert "peak, clip" not in rows
+    assert rows["activations, logits, buffers"].predicted == 600 * GIB
+    assert not any(row.warns for row in rows.values())
+
+    # Half of the tokens: half of what a part has besides the states, of 400 GiB.
+    short = rows_of(estimate, peaks=peaks, width=0.5)
+    assert short["peak, backward"].predicted == 700 * GIB
+    assert short["peak, step"].predicted == 450 * GIB
+
+    on_gpu = rows_of(estimate, peaks={"forward and backward": 900 * GIB}, by="allocator")
+    assert on_gpu["peak, forward and backward"].predicted == 1000 * GIB
+
+
+def test_seconds_are_compared_pass_by_pass_where_waiting_is_known() -> None:
+    seconds = Seconds(compute=1.0, communication=0.25, optimizer=0.5, rollout=3.0, forward=0.25)
+    estimate = ESTIMATE.model_copy(update={"seconds": seconds})
+    known = {"total": 2.0, "forward": 0.5, "backward": 0.75, "communication": 0.25, "data": 0.5}
+
+    rows = rows_of(estimate, seconds=known)
+    predicted = {name: row.predicted for name, row in rows.items() if row.unit == "s"}
+    assert predicted == {
+        "seconds": 1.75,
+        "seconds, forward": 0.25,
+        "seconds, backward": 0.75,
+        "seconds, communication": 0.25,
+        "seconds, data": 0.0,
+    }
+
+    # A GPU's host does not see where one pass ends.
+    rows = rows_of(estimate, seconds={"total": 2.0, "communication": 0.5})
+    assert rows["seconds, computing"].predicted == 1.5
+    assert rows["seconds, computing"].measured == 1.5
+
+    # Where waiting is not known, passes would contain it.
+    rows = rows_of(estimate, seconds={"total": 2.0, "forward": 0.5, "backward": 0.75})
+    assert "seconds, forward" not in rows
+
+
 def test_what_is_sampled_between_steps_is_none_of_a_tracked_step() -> None:
     phases = {"rollout": 1800 * GIB, "step": 1000 * GIB}
     sampling = estimate_with(phase="rollout", peak=1800 * GIB, phases=phases)

@@ -220,7 +220,8 @@ def time_terms(rival: Rival) -> list[Term]:
     assert rival.other is not None
     by_plan = []
     for candidate in (rival.first, rival.other):
-        seconds = candidate.estimate.seconds.model_dump()
+        # `forward` is a part of `compute`.
+        seconds = candidate.estimate.seconds.model_dump(exclude={"forward"})
         share = 1e6 / candidate.layout.tokens_per_step
         by_plan.append({name: share * value for name, value in seconds.items()})
     return terms_of(*by_plan)
