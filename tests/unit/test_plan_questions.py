@@ -347,10 +347,10 @@ def test_few_numbers_of_hosts_take_a_whole_search(monkeypatch: pytest.MonkeyPatc
     asked = question("8b", {"device": "a100-80g", "per_node": 8, "inter": "8x200Gb"}, batch=batch)
     whole = []
 
-    def count(changed: Question, among: Any = None, **options: Any) -> Any:
+    def count(changed: Question, among: Any = None, *, first_only: bool = False) -> Any:
         if among is None:
             whole.append(changed.cluster.nodes)
-        return search(changed, among, **options)
+        return search(changed, among, first_only=first_only)
 
     monkeypatch.setattr(cheapest_hosts, "search", count)
     tried = rent(asked, 1e11, 100.0)

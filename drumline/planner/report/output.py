@@ -31,6 +31,14 @@ from drumline.version import __version__
 VERSION = 1
 # Sections that a layout sets. All other sections of a candidate's config are the user's own.
 LAYOUT_SECTIONS = ("strategy", "batch", "memory", "precision", "compile")
+# Keys of the section `memory` that a layout sets.
+LAYOUT_KEYS_OF_MEMORY = (
+    "activation_checkpointing",
+    "checkpointed_blocks",
+    "activation_offload",
+    "mlp_chunk",
+    "on_oom",
+)
 SCHEMA = "drumline.schema.json"
 # Characters of a comment line in the file of `drumline init`, without the leading `# `.
 COMMENT_WIDTH = 116
@@ -247,10 +255,10 @@ def overrides(config: Config, candidate: Candidate) -> list[str]:
     strategy = sections_of_layout(candidate)["strategy"]
     made = ["strategy=" + flow_style(strategy)]
     memory = candidate.config.memory
-    for key in ("activation_checkpointing", "checkpointed_blocks", "on_oom"):
+    for key in LAYOUT_KEYS_OF_MEMORY:
         value = getattr(memory, key)
         if value != getattr(config.memory, key):
-            made.append(f"memory.{key}={value}")
+            made.append(f"memory.{key}={flow_style(value)}")
     if candidate.config.compile.enabled and not config.compile.enabled:
         made.append("compile.enabled=true")
     for key in ("export", "export_adapter"):
@@ -315,6 +323,9 @@ def answer_as_json(
     helpful = []
     for change in changes:
         helpful.append({"what": change.what, "candidate": as_json(change.candidate)})
+    in_bf16 = None
+    if pure_bf16 is not None:
+        in_bf16 = as_json(pure_bf16.candidate)
     return {
         "version": VERSION,
         "model": _model_as_json(question),
@@ -324,7 +335,7 @@ def answer_as_json(
         "refused": refused,
         "tight": as_json(answer.tight),
         "adapters": adapters,
-        "pure_bf16": as_json(pure_bf16 and pure_bf16.candidate),
+        "pure_bf16": in_bf16,
         "looked_at": answer.looked_at,
         "estimated": answer.estimated,
         "guides": heuristics,
@@ -407,6 +418,9 @@ def candidate_as_json(
         "accumulation": layout.batch.accumulation,
         "global_samples": layout.batch.global_samples,
         "activation_checkpointing": layout.activation_checkpointing,
+        "checkpointed_blocks": layout.config.memory.checkpointed_blocks,
+        "activation_offload": layout.config.memory.activation_offload,
+        "mlp_chunk": layout.config.memory.mlp_chunk,
         "precision": layout.precision,
         "compile": bool(layout.config.compile.enabled),
         "steps": layout.steps,

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from drumline.hardware.catalog import usual_host_memory
 from drumline.plan.estimate import HostMemory, Memory
-from drumline.plan.explain import count, describe_checkpointing
+from drumline.plan.explain import count, describe_recomputation
 from drumline.plan.facts import ModelFacts
 from drumline.planner.cost.fitted import group_of
 from drumline.planner.report.output import needs_gb, overrides
@@ -157,8 +157,7 @@ def show(
     show_heuristics(answer, console)
     show_changes(changes, console)
     if answer.ranked:
-        _show_remarks(answer, modes, console, tokens)
-        _show_pure_bf16(pure_bf16, console)
+        _show_remarks(answer, modes, console, tokens, pure_bf16)
 
 
 def _print_titled(table: Table, console: Console) -> None:
@@ -235,8 +234,7 @@ def show_short(
         f"{more}memory and seconds by category, what is out and why: --all\n",
         style="dim",
     )
-    _show_remarks(answer, modes, console, tokens)
-    _show_pure_bf16(pure_bf16, console)
+    _show_remarks(answer, modes, console, tokens, pure_bf16)
 
 
 def _show_refused_choice(answer: Answer, console: Console) -> None:
@@ -342,7 +340,7 @@ def _describe_batches(shown: Sequence[ModeResult], best: Sequence[Candidate]) ->
     for mode, chosen in zip(shown, best, strict=True):
         layout = chosen.layout
         rows = layout.batch.micro_batch
-        described.append(f"{mode.name} {rows} ({describe_checkpointing(layout)})")
+        described.append(f"{mode.name} {rows} ({describe_recomputation(layout)})")
     return ", ".join(described)
 
 
@@ -526,7 +524,7 @@ def _layout_columns(ranked: Sequence[Candidate]) -> Columns:
         layout = candidate.layout
         meshes.append(_describe_mesh(candidate))
         batches.append(f"{layout.batch.micro_batch} × {layout.batch.accumulation}")
-        recomputation.append(describe_checkpointing(layout))
+        recomputation.append(describe_recomputation(layout))
         compilation.append("on" if candidate.config.compile.enabled else "off")
     columns: Columns = {
         "mesh": meshes,
@@ -693,14 +691,20 @@ def show_heuristics(answer: Answer, console: Console) -> None:
 
 
 def _show_remarks(
-    answer: Answer, modes: Sequence[ModeResult], console: Console, tokens: float | None
+    answer: Answer,
+    modes: Sequence[ModeResult],
+    console: Console,
+    tokens: float | None,
+    pure_bf16: PureBF16 | None,
 ) -> None:
     """Print remarks on the first plan.
 
     They say why it is slow and what is faster, whether compilation pays, what a tight plan risks and
-    how to take one that is not row 1, and what was assumed of the host's memory.
+    how to take one that is not row 1, what was assumed of the host's memory, and what weights and
+    moments in bf16 would gain.
     """
-    for line in slow_lines(answer, modes, tokens):
+    lines = slow_lines(answer, modes, tokens, pure_bf16)
+    for line in lines:
         console.print(line, markup=False)
     question = answer.question
     first = answer.ranked[0]
@@ -716,12 +720,9 @@ def _show_remarks(
     if question.cluster.host_memory_assumed and _host_matters(answer):
         console.print(f"{assumed_host(answer)}\n", markup=False)
     _show_export(answer, console)
-
-
-def _show_pure_bf16(found: PureBF16 | None, console: Console) -> None:
-    """Print what weights and moments in bf16 would gain, if it is much."""
-    if found is not None:
-        console.print(f"{found.line}\n", markup=False, soft_wrap=True)
+    if pure_bf16 is not None and not lines:
+        # Of a slow plan it stands among what to do instead.
+        console.print(f"{pure_bf16.line}\n", markup=False)
 
 
 def _show_tight(answer: Answer, console: Console) -> None:

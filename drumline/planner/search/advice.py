@@ -36,6 +36,7 @@ from drumline.planner.search.answer import (
 )
 from drumline.planner.search.budget import CHECKPOINTING
 from drumline.planner.search.pure_bf16 import OVERRIDE, with_pure_bf16
+from drumline.planner.search.savings import MLP_CHUNK
 from drumline.planner.search.search import evaluate, fits, search, search_space
 from drumline.planner.strategies.base import cost_of
 
@@ -50,8 +51,6 @@ HOST_SIZES = (2, 4, 8)
 LONGEST = 1 << 20
 # Rows of the largest micro-batch that is tried.
 MOST_ROWS = 1 << 12
-# Tokens of an advised chunk of the feed-forward part. Matrix products of so many rows fill a GPU.
-MLP_CHUNK = 8192
 # The most changes that an error names.
 MOST_CHANGES = 3
 # Stands for a folder that the user has to name.

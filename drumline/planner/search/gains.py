@@ -88,6 +88,12 @@ def _changes(question: Question, candidate: Candidate) -> Iterator[Change]:
         )
         kind = describe_checkpointing(layout)
         yield Change(f"checkpointing {kind}", "full of all blocks", changed.config)
+    if layout.config.memory.activation_offload:
+        changed = chosen.with_values("memory", activation_offload=False)
+        yield Change("activations on the host", "activations on the device", changed.config)
+    if layout.config.memory.mlp_chunk is not None:
+        changed = chosen.with_values("memory", mlp_chunk=None)
+        yield Change("feed-forward parts in chunks", "whole ones", changed.config)
     if layout.config.compile.enabled:
         yield Change("compiled blocks", "eager", set_compile(chosen.config, False))
     if layout.stream_parts > 1:

@@ -1,15 +1,16 @@
 """Estimate the layouts of one strategy, and choose the best of them. Pure.
 
 What the YAML leaves open is chosen together: micro-batch, compiled blocks, the kind of activation
-checkpointing, and how many blocks have it. The speed of a layout is predicted first. Memory takes longer
-to predict, and is only predicted of layouts that are fast enough to be chosen.
+checkpointing, and how many blocks have it. Where nothing fits with room, chunks of the feed-forward
+part and offloaded activations are tried, too. The speed of a layout is predicted first. Memory takes
+longer to predict, and is only predicted of layouts that are fast enough to be chosen.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -47,6 +48,7 @@ from drumline.planner.search.budget import CHECKPOINTING, checkpointing_modes, f
 from drumline.planner.search.compiling import reason_against, reason_against_mesh, set_compile
 from drumline.planner.search.correction import correct_estimate, scale_estimate, slowdown
 from drumline.planner.search.family import Bar, Family, counts_as_fitting
+from drumline.planner.search.savings import savings_to_try
 
 # Two micro-batches of one strategy are equally fast if their speeds differ by a smaller share. It is
 # below TIE, since predictions for one strategy have the same errors.
@@ -60,12 +62,13 @@ class Choice(NamedTuple):
 
     `checkpointing`: none, selective or full. `blocks`: how many blocks have it; None: what the config
     says. `is_compiled`: blocks are compiled, which the config must leave open; else they are as the
-    config says.
+    config says. `savings`: further keys of the section `memory` (`savings_to_try`); None: none.
     """
 
     checkpointing: str
     is_compiled: bool = False
     blocks: int | None = None
+    savings: Mapping[str, Any] | None = None
 
 
 class Series(NamedTuple):
@@ -117,6 +120,9 @@ class Estimator:
         # A budget chooses the number of blocks, too.
         is_chosen = memory.checkpointed_blocks is not None or memory.budget_gb is not None
         self.may_choose_blocks = len(self.checkpointing_modes) > 1 and not is_chosen
+        self.savings = []
+        if self.checkpointing_modes[-1] == "full":
+            self.savings = savings_to_try(memory, self.device)
 
     def _require_fp8(self) -> None:
         """Raise PlanError if the precision is fp8, and the GPUs are known to have no fp8."""
@@ -184,8 +190,9 @@ class Estimator:
         It is chosen in three steps:
 
         1. Candidates whose risk-adjusted speed is within TIE of the highest are equally fast.
-        2. Of these, those that fit are preferred to tight ones, then eager to compiled ones, then
-           those with the same checkpointing in all blocks, then those with the least checkpointing.
+        2. Of these, those without savings are preferred, then those that fit to tight ones, then
+           those with one saving to those with two, then eager to compiled ones, then those with the
+           same checkpointing in all blocks, then those with the least checkpointing.
         3. Of those left and within SAME_ERROR of their fastest, the micro-batch nearest to the
            usual number of tokens wins.
 
@@ -195,9 +202,24 @@ class Estimator:
         `exclude_tight`: candidates with the verdict `tight` do not count as fitting. `fastest`: a
         risk-adjusted speed; candidates that are slower by more than TIE may be left out.
         """
-        if not self.may_fit(strategy, family, exclude_tight):
-            return None
         bar = Bar(fastest)
+        found: list[Candidate] = []
+        if self.may_fit(strategy, family, exclude_tight):
+            found = self._find_without_savings(strategy, family, exclude_tight, bar)
+        if all(candidate.estimate.verdict != "fits" for candidate in found):
+            found += self._find_with_savings(strategy, family, exclude_tight, bar)
+        if not found:
+            return None
+        equal = select_fastest(found, TIE)
+        first = min(_rank_of_equal(candidate) for candidate in equal)
+        alike = [candidate for candidate in equal if _rank_of_equal(candidate) == first]
+        near = select_fastest(alike, SAME_ERROR)
+        return min(near, key=_distance_from_usual)
+
+    def _find_without_savings(
+        self, strategy: StrategyConfig, family: Family, exclude_tight: bool, bar: Bar
+    ) -> list[Candidate]:
+        """Return the candidates of a strategy that fit without savings."""
         found: list[Candidate] = []
         for is_compiled in self.compile_choices:
             for checkpointing in self.checkpointing:
@@ -215,19 +237,47 @@ class Estimator:
         for candidate in self._try_fewer_blocks(strategy, family, bar):
             family.record(candidate, exclude_tight)
             found.append(candidate)
-        if not found:
-            return None
-        equal = select_fastest(found, TIE)
-        first = min(_rank_of_equal(candidate) for candidate in equal)
-        alike = [candidate for candidate in equal if _rank_of_equal(candidate) == first]
-        near = select_fastest(alike, SAME_ERROR)
-        return min(near, key=_distance_from_usual)
+        return found
+
+    def _find_with_savings(
+        self, strategy: StrategyConfig, family: Family, exclude_tight: bool, bar: Bar
+    ) -> list[Candidate]:
+        """Return the candidates of a strategy that fit with savings; none if all savings are too few."""
+        found: list[Candidate] = []
+        for savings in self.savings:
+            choice = Choice("full", savings=savings)
+            # Layouts that are too slow to be chosen are not estimated.
+            estimated = []
+            fitting = []
+            # The rules refuse some savings, and savings for some strategies.
+            with suppress(PlanError):
+                for candidate in self.candidates(strategy, choice, family, bar):
+                    family.record(candidate, exclude_tight)
+                    estimated.append(candidate)
+                    if counts_as_fitting(candidate, exclude_tight):
+                        fitting.append(candidate)
+                        bar.raise_to(candidate)
+            has_most = savings == self.savings[0]
+            if has_most and estimated and not fitting:
+                break
+            found += fitting
+        return found
+
+    def fits_with_savings(self, strategy: StrategyConfig) -> bool:
+        """Return whether a strategy fits with the most savings that the rules allow."""
+        for savings in self.savings:
+            choice = Choice("full", savings=savings)
+            with suppress(PlanError):
+                candidates = self.candidates(strategy, choice, Family(), Bar())
+                return any(candidate.estimate.verdict == "fits" for candidate in candidates)
+        return False
 
     def may_fit(self, strategy: StrategyConfig, family: Family, exclude_tight: bool) -> bool:
-        """Return whether the leanest layouts of a strategy fit, or are not known.
+        """Return whether the leanest layouts of a strategy without savings fit, or are not known.
 
         They recompute all blocks, compiled if they can be: a compiled block keeps less. If none of
-        them fits, `family` holds the one that needs least. All others need as much memory or more.
+        them fits, `family` holds the one that needs least. All others need as much memory or more,
+        but for selective checkpointing of some mixtures, which needs less by a thousandth.
         """
         if len(self.checkpointing) == 1:
             # There is no other kind, so it is looked at anyway.
@@ -348,9 +398,10 @@ class Estimator:
         question = self.question
         self._require_strategy(strategy)
         mesh = strategy.mesh(number_of_processes(question, strategy))
-        if choice.blocks is not None and mesh.tp * mesh.pp * mesh.ep > 1:
+        needs_whole_blocks = choice.blocks is not None or choice.savings is not None
+        if needs_whole_blocks and mesh.tp * mesh.pp * mesh.ep > 1:
             # A rule says so, too; most strategies of a large cluster are sooner passed over here.
-            raise PlanError("blocks may differ only where each rank runs whole blocks alone")
+            raise PlanError("it needs strategies in which each rank runs whole blocks alone")
         if choice.is_compiled:
             reason = reason_against_mesh(mesh, question.facts)
             if reason:
@@ -358,6 +409,8 @@ class Estimator:
         changed: dict[str, Any] = {"activation_checkpointing": choice.checkpointing}
         if choice.blocks is not None:
             changed["checkpointed_blocks"] = choice.blocks
+        if choice.savings is not None:
+            changed |= choice.savings
         memory = self.config.memory.model_copy(update=changed)
         config = self.config.model_copy(update={"strategy": strategy, "memory": memory})
         if choice.is_compiled:
@@ -439,14 +492,16 @@ def _with_blocks(layout: Layout, blocks: int | None) -> Layout:
     return layout.model_copy(update={"config": config})
 
 
-def _rank_of_equal(candidate: Candidate) -> tuple[bool, bool, bool, int]:
+def _rank_of_equal(candidate: Candidate) -> tuple[bool, bool, int, bool, bool, int]:
     """Return the key that sorts equally fast candidates of one strategy, the best first."""
     layout = candidate.layout
+    memory = layout.config.memory
+    savings = int(memory.activation_offload) + int(memory.mlp_chunk is not None)
     does_not_fit = candidate.estimate.verdict != "fits"
     is_compiled = bool(layout.config.compile.enabled)
-    has_unequal_blocks = layout.config.memory.checkpointed_blocks is not None
+    has_unequal_blocks = memory.checkpointed_blocks is not None
     kind = CHECKPOINTING.index(layout.activation_checkpointing)
-    return does_not_fit, is_compiled, has_unequal_blocks, kind
+    return savings > 0, does_not_fit, savings, is_compiled, has_unequal_blocks, kind
 
 
 def _distance_from_usual(candidate: Candidate) -> float:

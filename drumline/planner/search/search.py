@@ -325,16 +325,18 @@ def fits(question: Question, among: Iterable[StrategyConfig] | None = None) -> b
 
 
 def _strategy_fits(estimator: Estimator, strategy: StrategyConfig) -> bool:
-    """Return whether a strategy fits with the most checkpointing that the rules allow.
+    """Return whether a strategy fits with the most checkpointing and savings that the rules allow.
 
-    Less checkpointing needs as much memory or more. Tight candidates do not count as fitting.
+    Less of these needs as much memory or more. Tight candidates do not count as fitting.
     """
     for checkpointing in reversed(estimator.checkpointing):
         with suppress(PlanError):
             choice = Choice(checkpointing)
             candidates = estimator.candidates(strategy, choice, Family(), Bar())
-            return any(candidate.estimate.verdict == "fits" for candidate in candidates)
-    return False
+            if any(candidate.estimate.verdict == "fits" for candidate in candidates):
+                return True
+            break
+    return estimator.fits_with_savings(strategy)
 
 
 def evaluate(question: Question, config: Config, name: str) -> Candidate:
