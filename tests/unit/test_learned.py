@@ -19,7 +19,7 @@ from drumline.planner.learned import (
 from drumline.planner.search.correction import Factors
 from drumline.planner.search.search import search
 from drumline.telemetry.plan_accuracy import Comparison, lessons
-from tests.harness import ENV, drumline, write_config
+from tests.harness import ENV, drumline, events, write_config
 from tests.tiny import tiny_model_dir
 from tests.unit.shapes import question
 
@@ -105,6 +105,12 @@ def test_a_run_teaches_later_plans_until_they_are_told_not_to(tmp_path: Path) ->
     config = write_config(tmp_path, model, run={"steps": 5})
     assert drumline("train", config).code == 0
     run = tmp_path / "run"
+
+    *_, last = events(run, "measured")
+    assert last["seconds"]["forward"] > 0 and last["seconds"]["backward"] > 0
+    assert last["seconds"]["forward"] + last["seconds"]["backward"] < last["seconds"]["total"]
+    assert last["peaks"].keys() == {"forward", "backward", "clip", "step"}
+    assert max(last["peaks"].values()) == last["memory"]["peak"]
 
     kept = drumline("plan", "--check", run, "--learn")
     assert kept.code == 0, kept.err

@@ -14,6 +14,9 @@ from drumline.errors import UserError
 from drumline.plan.estimate import Estimate, HostMemory, Memory, Seconds, Traffic
 from drumline.plan.plan import Plan, Predicted
 from drumline.planner.report.check import check, only_shown
+from drumline.report.details import prediction
+from drumline.report.facts import RunFacts
+from drumline.report.sections import ChartRegistry
 from drumline.telemetry.events import EventLog, Measured
 from drumline.telemetry.measure import HostPeak, planned_event
 from drumline.telemetry.plan_accuracy import Comparison, Measurement, compare, notes
@@ -328,6 +331,35 @@ def write_run(folder: Path, estimate: Estimate | None, *measured: dict[str, Any]
         log.emit(Measured(off={}, warned=[], warnings=[], notes=[], metrics=metrics))
 
     return folder
+
+
+def test_the_page_sets_measured_beside_predicted_and_says_what_it_teaches(tmp_path: Path) -> None:
+    phases = {"forward": 800 * GIB, "blocks": 1000 * GIB}
+    measured = {
+        "memory": {"parameters": 100 * GIB, "peak": 1500 * GIB},
+        "peaks": {"forward": 800 * GIB, "backward": 1500 * GIB},
+        "seconds": {"total": 3.0, "communication": 0.5},
+    }
+    run = RunFacts(write_run(tmp_path / "a b", estimate_with(phases=phases), measured))
+    registry = ChartRegistry()
+    shown = prediction(run, registry)
+    assert shown is not None
+
+    charts = {spec["title"]: spec for spec in registry.specs}
+    peaks = charts["Peak of memory by part of a step"]
+    assert peaks["rows"] == ["forward", "backward"]
+    assert [series["name"] for series in peaks["series"]] == ["predicted", "measured"]
+    assert peaks["series"][1]["x"] == [800 * GIB, 1500 * GIB]
+    assert charts["Seconds of a step by part"]["rows"] == ["computing", "communication"]
+
+    bytes_, seconds = shown.tables
+    assert [row[0].value for row in bytes_.rows][:2] == ["parameters", "peak"]
+    assert seconds.rows[0][0].value == "seconds"
+    peak, step = shown.lessons
+    assert "50% more in backward" in peak
+    assert "most of it in computing" in step
+    assert shown.command is not None
+    assert shown.command.endswith("/a b' --learn")
 
 
 def test_check_prints_a_row_a_category(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
