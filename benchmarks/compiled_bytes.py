@@ -8,8 +8,8 @@ block's graphs then run as they are. Matrix products and attention are left out,
 counts them by their FLOPs. planner.cost.fitted has the differences, and tests/unit/test_compiled_bytes
 holds it to what is counted here.
 
-The scheduler is that of the device on which the block lies, here a CPU. It fuses by the same rules as
-for a GPU; how a GPU splits a large reduction is not seen.
+The scheduler is that of the device on which the block lies. `--device cuda` also runs over the stand-in
+of tests/fake_gpu, slowly: attention then takes grouped queries without copies of keys and values.
 """
 
 from __future__ import annotations

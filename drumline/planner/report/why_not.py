@@ -52,12 +52,12 @@ def report_why_not(answer: Answer, wanted: Wanted, console: Console, as_json: bo
     console.print(f"{name}: {why_worse(rival, number)}\n", markup=False, soft_wrap=True)
     if rival.other is None or rival.is_first:
         return
-    first, other = (_in_lines(plan.name) for plan in (rival.first, rival.other))
+    first, other = (_break_name(plan.name) for plan in (rival.first, rival.other))
     heads = ("term", f"row 1:\n{first}", f"asked for:\n{other}", "more")
     console.print(plain_table(console, heads, _rows(rival)))
 
 
-def _in_lines(name: str) -> str:
+def _break_name(name: str) -> str:
     """Return the name of a layout with a line for each of its parts, so that its column is narrow."""
     return name.replace(" × ", " ×\n")
 
