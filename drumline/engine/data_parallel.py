@@ -23,6 +23,7 @@ from drumline.engine.experts import is_expert_shard
 from drumline.engine.norms import local
 from drumline.errors import ModelError
 from drumline.plan.wire import BUCKET
+from drumline.system.heartbeat import note_collective
 from drumline.vendor.torch import DefaultAllGather, DefaultReduceScatter, queue_callback
 
 # The most measurements that a clock keeps until somebody asks for the seconds.
@@ -251,7 +252,9 @@ class Replicated(DataParallelWrapper):
         seconds = self.clock.seconds()
         if self.compressor is not None:
             # On a CPU a compressor waits within backward.
-            seconds += self.compressor.take_seconds()
+            within_backward = self.compressor.take_seconds()
+            note_collective(within_backward)
+            seconds += within_backward
         return seconds
 
 
@@ -294,6 +297,7 @@ class Sharded(DataParallelWrapper):
         """Count the seconds of a collective, unless it is one of an evaluation."""
         if self.trains:
             self.waited += seconds
+            note_collective(seconds)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -519,6 +523,7 @@ class Clock:
         self.began = None
         if isinstance(began, float):
             self.last = time.perf_counter() - began
+            note_collective(self.last)
         elif began is not None:
             self.under_way.append((began, _event()))
 

@@ -106,7 +106,8 @@ class Traffic(Frozen):
 class Seconds(Frozen):
     """Seconds of one optimizer step.
 
-    `communication` is only the part that computation does not hide.
+    `communication` is only the part that computation does not hide. `forward` is the part of
+    `compute` before backward; None in an estimate of an older version.
     """
 
     compute: float
@@ -115,6 +116,7 @@ class Seconds(Frozen):
     optimizer: float = 0.0
     offload: float = 0.0
     rollout: float = 0.0
+    forward: float | None = None
 
     @property
     def total(self) -> float:

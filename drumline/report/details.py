@@ -37,7 +37,7 @@ from drumline.report.markup import (
     without_empty,
 )
 from drumline.report.sections import ChartRegistry, ChartSlot
-from drumline.telemetry.plan_accuracy import OFF, Comparison
+from drumline.telemetry.plan_accuracy import OFF, Comparison, lessons
 
 # Purposes of the seconds in a run_end's goodput.
 PURPOSES = ("productive", "recompute", "startup", "restore", "save", "eval", "other")
@@ -176,30 +176,21 @@ def _line(name: str, color: int, points: Points) -> Series:
 
 @dataclass(frozen=True)
 class Memory:
-    """Planned against measured memory."""
+    """The memory of the ranks."""
 
     charts: list[ChartSlot]
-    # A row for each category that was both planned and measured; None: nothing was measured.
-    comparison: Table | None
     # What a device has and what was planned, in a sentence; None if one of both is not known.
     verdict: str | None
 
 
 def memory(run: RunFacts, registry: ChartRegistry) -> Memory | None:
-    """Return predicted against measured memory by category, and that of each rank over the steps.
+    """Return the memory of each rank over the steps, and what a device has.
 
     `registry`: the charts of the page, to which those of this section are added.
     """
     event = run.last("planned")
     planned = as_numbers(event.get("memory"))
-    comparisons = run.comparisons
-    charts = [
-        *_add_memory_by_category_chart(planned, comparisons, registry),
-        *_add_memory_of_ranks_chart(run, registry),
-    ]
-    comparison = None
-    if comparisons:
-        comparison = _comparison_table(comparisons)
+    charts = _add_memory_of_ranks_chart(run, registry)
     verdict = None
     limit = as_number(event.get("limit"))
     reserved = planned.get("reserved")
@@ -208,34 +199,89 @@ def memory(run: RunFacts, registry: ChartRegistry) -> Memory | None:
         planned_for = f"{format_bytes(reserved)} of it were planned for"
         word = event.get("verdict")
         verdict = f"{device}; {planned_for}. Verdict: {word}."
-    if not charts and comparison is None and verdict is None:
+    if not charts and verdict is None:
         return None
-    return Memory(charts, comparison, verdict)
+    return Memory(charts, verdict)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What was predicted of a run, beside what it measured."""
+
+    charts: list[ChartSlot]
+    # A row for each category that was both predicted and measured: of bytes, and of seconds.
+    tables: list[Table]
+    # What the differences teach, a line each.
+    lessons: list[str]
+    # The command by which later plans learn from this run; None: nothing was measured.
+    command: str | None
+
+
+def prediction(run: RunFacts, registry: ChartRegistry) -> Prediction | None:
+    """Return memory and seconds as predicted and as measured, by category and by part of a step.
+
+    None if nothing was predicted. `registry`: the charts of the page, to which those of this section
+    are added.
+    """
+    planned = as_numbers(run.last("planned").get("memory"))
+    comparisons = run.comparisons
+    charts = [
+        *_add_memory_by_category_chart(planned, comparisons, registry),
+        *_add_parts_chart(comparisons, "peak, ", "Peak of memory by part of a step", registry),
+        *_add_parts_chart(comparisons, "seconds, ", "Seconds of a step by part", registry),
+    ]
+    tables = []
+    for unit in ("bytes", "s"):
+        rows = [row for row in comparisons if row.unit == unit]
+        if rows:
+            tables.append(_comparison_table(rows))
+    command = None
+    if comparisons:
+        folder = shlex.quote(str(run.folder.resolve()))
+        command = f"drumline plan --check {folder} --learn"
+    if not charts and not tables:
+        return None
+    is_cpu = run.last("run_start").get("device") != "cuda"
+    return Prediction(charts, tables, lessons(comparisons, is_cpu), command)
+
+
+def _add_parts_chart(
+    comparisons: list[Comparison], prefix: str, title: str, registry: ChartRegistry
+) -> list[ChartSlot]:
+    """Add the chart of predicted and measured values of the parts of a step.
+
+    `prefix`: of the categories that are parts, such as `peak, `.
+    """
+    rows = [row for row in comparisons if row.category.startswith(prefix)]
+    if not rows:
+        return []
+    names = [row.category.removeprefix(prefix) for row in rows]
+    series = [
+        {"name": "predicted", "x": [row.predicted for row in rows]},
+        {"name": "measured", "x": [row.measured for row in rows]},
+    ]
+    return [registry.add("bars", title, grouped=True, unit=rows[0].unit, rows=names, series=series)]
 
 
 def _add_memory_by_category_chart(
     planned: dict[str, float], comparisons: list[Comparison], registry: ChartRegistry
 ) -> list[ChartSlot]:
-    """Add the chart of planned and measured bytes of each category that was planned."""
+    """Add the chart of predicted and measured bytes of each category that was predicted."""
     names = [name for name in MEMORY_CATEGORIES if planned.get(name)]
     if not names:
         return []
-    measured = {}
-    for row in comparisons:
-        # Other rows are seconds.
-        if row.unit == "bytes":
-            measured[row.category] = row.measured
+    measured = {row.category: row.measured for row in comparisons}
     planned_bytes = [planned[name] for name in names]
     # None leaves out the bar.
     measured_bytes = [measured.get(name) for name in names]
     series = [
-        {"name": "planned", "x": planned_bytes},
+        {"name": "predicted", "x": planned_bytes},
         {"name": "measured", "x": measured_bytes},
     ]
     chart = registry.add(
         "bars",
         "Memory of the fullest rank",
-        "activations, logits and buffers are measured as a part of the peak",
+        "of activations, logits and buffers only the sum is measured: see the table",
         grouped=True,
         unit="bytes",
         rows=names,
@@ -271,7 +317,7 @@ def _comparison_table(comparisons: list[Comparison]) -> Table:
         difference = row.describe_difference()
         rows.append([row.category, planned, measured, difference, why])
     why_header = f"why (“off” is more than {OFF:.0%})"
-    headers = ["", "planned", "measured", "difference", why_header]
+    headers = ["", "predicted", "measured", "difference", why_header]
     return table(headers, rows)
 
 
@@ -1004,6 +1050,7 @@ def repeat(run: RunFacts) -> str | None:
 # texts alone leave it as it is.
 OF_A_RUN: dict[str, Callable[[RunFacts, ChartRegistry], Any]] = {
     "Time": times,
+    "Predicted and measured": prediction,
     "Memory": memory,
     "Devices": devices,
     "Experts": experts,

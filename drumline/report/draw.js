@@ -203,7 +203,7 @@ function bars(chart) {
     textposition: "none",
     hovertemplate: `%{y}: ${value}<extra>${plain(series.name)}</extra>`,
   }));
-  let xaxis = { ticksuffix: " s" };
+  let xaxis = { ticksuffix: " s", rangemode: "tozero" };
   if (isBytes) {
     const values = chart.series.flatMap((series) => series.x.map((each) => each || 0));
     xaxis = byteTicks(Math.max(...values, 1), 3, 1.2);

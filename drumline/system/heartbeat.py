@@ -303,6 +303,12 @@ class Heart:
         else:
             self.beat(self.interrupted_phase)
 
+    def note_collective(self, seconds: float) -> None:
+        """See the function `note_collective`."""
+        phase = PHASES[self.ints[self.at + PHASE]]
+        self.seconds[phase] -= seconds
+        self.seconds["collective"] += seconds
+
     def step_unless_hung(self) -> int | None:
         """Return the step of this rank; None if its phase takes longer than it may."""
         spent = time.monotonic() - self.floats[self.at + SINCE]
@@ -415,6 +421,15 @@ def note_compilation(begins: bool) -> None:
     """Note that a compilation begins, or has ended."""
     if _heart is not None:
         _heart.note_compilation(begins)
+
+
+def note_collective(seconds: float) -> None:
+    """Note that the last `seconds` of the present phase were spent in a collective.
+
+    `seconds()` then counts them as those of the phase `collective`.
+    """
+    if _heart is not None:
+        _heart.note_collective(seconds)
 
 
 def register_answer(name: str, find: Callable[[], Any]) -> None:

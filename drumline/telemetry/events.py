@@ -160,8 +160,8 @@ class Planned(Event, kind="planned"):
 class Measured(Event, kind="measured"):
     """Measurements of a run, compared with its plan. `metrics` are those of a Measurement."""
 
-    # Category → measured / predicted − 1, of memory, `host PHASE`, traffic, seconds; empty without
-    # a prediction.
+    # Category → measured / predicted − 1, of memory, `host PHASE`, traffic, seconds, and their parts;
+    # empty without a prediction, and without categories of which 0 was predicted.
     off: dict[str, float]
     # Categories that are off by more than 15%, of those that count (notes say which do not).
     warned: list[str]

@@ -16,7 +16,7 @@ import statistics
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,14 +30,23 @@ from drumline.plan.rule import is_data_parallel_only
 from drumline.system import heartbeat
 from drumline.telemetry.events import Emit, Measured, Planned
 from drumline.telemetry.memory_tracker import LiveBytes, MemoryStats, Phase
-from drumline.telemetry.plan_accuracy import Measurement, compare, notes
+from drumline.telemetry.plan_accuracy import (
+    FORWARD_AND_BACKWARD,
+    Measurement,
+    compare,
+    notes,
+)
 from drumline.telemetry.traffic import Traffic
 
 # Steps that are timed before the first report. The median of three is not changed by one step that
 # something else disturbed.
 TIMED = 3
 # Categories of the seconds of a step; `counted` is the seconds of the instrumented step.
-SECONDS = ("total", "data", "communication", "optimizer", "counted")
+PASSES = ("forward", "backward")
+SECONDS = ("total", "data", "communication", "optimizer", "counted", *PASSES)
+# The parts of a step that have a peak of memory of their own. A GPU runs forward and backward without
+# a stop, so both have one peak together.
+PEAKS = ("forward", "backward", FORWARD_AND_BACKWARD, "clip", "step")
 STATE_CATEGORIES = ("parameters", "gradients", "optimizer")
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
@@ -53,7 +62,9 @@ def planned_event(estimate: Estimate) -> Planned:
     return Planned(
         memory=estimate.memory.model_dump(),
         host=estimate.host.model_dump(),
-        seconds=estimate.seconds.model_dump() | {"total": estimate.seconds.total},
+        # `forward` is a part of `compute`, and not a category.
+        seconds=estimate.seconds.model_dump(exclude={"forward"})
+        | {"total": estimate.seconds.total},
         traffic=estimate.traffic.model_dump() | {"total": estimate.traffic.total},
         verdict=estimate.verdict,
         limit=estimate.limit,
@@ -133,12 +144,16 @@ class Measure:
         # Bytes at the peak of a step: on a CPU of the instrumented steps, on a GPU of all steps.
         self.peak = 0
         self.reserved = 0
+        # The same peak by part of a step (PEAKS).
+        self.peaks: dict[str, int] = {}
         # Tokens, padding included, of the largest micro-batch of the same steps.
         self.max_tokens = 0
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         self.reported = False
         self._tracker: LiveBytes | None = None
         self._optimizer_seconds = 0.0
+        # Seconds of each pass since the rank began, at the end of the last step.
+        self._pass_totals: dict[str, float] = {}
 
     @contextlib.contextmanager
     def watch(self, steps_done: int, phase: Phase | None = None) -> Iterator[None]:
@@ -154,8 +169,9 @@ class Measure:
         if is_instrumented and phase == "clip":
             # At the end of backward.
             self.stats = self.memory_stats()._asdict()
-        if self.plan.device == "cuda" and phase is None:
-            # The peak between steps (loading, evaluation, rollouts) does not belong to a step.
+        if self.plan.device == "cuda":
+            # The peak of another part of the step, or between steps (loading, evaluation, rollouts),
+            # does not belong to this part.
             torch.cuda.reset_peak_memory_stats()
         # `device_type`, since `device` is "cpu" also for the tensors of an mps device.
         if is_instrumented and self.plan.device_type == "cpu":
@@ -164,8 +180,17 @@ class Measure:
             self._tracker.phase = phase
         with self.traffic.watch(steps_done), self._tracker or contextlib.nullcontext():
             yield
+        if self.plan.device == "cuda":
+            self._note_cuda_peak(phase or FORWARD_AND_BACKWARD)
         if phase == "step":
             self._optimizer_seconds = time.time() - began
+
+    def _note_cuda_peak(self, part: str) -> None:
+        """Note the peak of the allocator since its last reset as that of a part of the step."""
+        peak = torch.cuda.max_memory_allocated()
+        self.peaks[part] = max(self.peaks.get(part, 0), peak)
+        self.peak = max(self.peak, peak)
+        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
 
     def end_step(
         self,
@@ -201,18 +226,33 @@ class Measure:
             # Staging buffers are host memory wherever the model lies; on a CPU the tracker counts
             # them too.
             self.peak = max(self.peak, self._tracker.peak - staging_bytes)
+            for part, peak in self._tracker.peaks.items():
+                self.peaks[part] = max(self.peaks.get(part, 0), peak - staging_bytes)
             self._tracker = None
-        elif self.plan.device == "cuda":
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated())
-            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
+        pass_seconds = self._seconds_of_passes()
         if is_instrumented:
             return sent, "counted"
         if is_early:
             return sent, None
         self.seconds["optimizer"].append(self._optimizer_seconds)
-        for name, value in wait_seconds.items():
+        for name, value in (wait_seconds | pass_seconds).items():
             self.seconds[name].append(value)
         return sent, "total"
+
+    def _seconds_of_passes(self) -> dict[str, float]:
+        """Return the seconds of this step's forward and backward, by the host's clock.
+
+        Waiting for other ranks is not in them. Empty if they are not known: nobody watches the rank,
+        or it is a GPU, whose kernels run asynchronously, or a pipeline, which mixes both passes.
+        """
+        totals = heartbeat.seconds()
+        before = self._pass_totals
+        self._pass_totals = {name: totals[name] or 0.0 for name in PASSES}
+        seconds = {name: total - before.get(name, 0.0) for name, total in self._pass_totals.items()}
+        is_known = all(value > 0 for value in seconds.values())
+        if not is_known or self.plan.device_type != "cpu" or self.plan.mesh.pp > 1:
+            return {}
+        return seconds
 
     def note_seconds(self, step_number: int, timing_key: str | None, seconds: float) -> None:
         """Note the seconds of a step, and report once enough steps are timed. Collective.
@@ -245,7 +285,9 @@ class Measure:
         warned = []
         warnings = []
         for row in rows:
-            off[row.category] = row.off
+            # JSON has no infinity, which is the share of a prediction of 0.
+            if math.isfinite(row.off):
+                off[row.category] = row.off
             if row.note:
                 reasons.add(f"{row.category}: {row.note}")
             if row.warns:
@@ -274,11 +316,8 @@ class Measure:
             if _are_known(of_ranks):
                 # The slowest rank sets the pace.
                 seconds[name] = max(of_ranks)
-        memory = {}
-        for name in (*STATE_CATEGORIES, "peak", "reserved"):
-            of_ranks = by_rank[name]
-            if _are_known(of_ranks):
-                memory[name] = [int(value) for value in of_ranks]
+        memory = _known_bytes(by_rank, (*STATE_CATEGORIES, "peak", "reserved"))
+        peaks = _known_bytes(by_rank, PEAKS, "peak in ")
         phases = {}
         for phase in heartbeat.PHASES:
             of_ranks = by_rank[f"in {phase}"]
@@ -287,9 +326,7 @@ class Measure:
         # The plan of a pipeline predicts its fullest stage, so other stages are not compared with
         # it.
         fullest_ranks = self._ranks_of_fullest_stage(memory)
-        most_memory = {}
-        for name, sizes in memory.items():
-            most_memory[name] = max(sizes[rank] for rank in fullest_ranks)
+        most_memory = _most_of_ranks(memory, fullest_ranks)
         hosts = _ranks_by_host(by_rank["host_id"])
         # As a fraction of the planned tokens; samples without tokens count as planned.
         token_fill = 1.0
@@ -301,6 +338,7 @@ class Measure:
             final=final,
             by=self._source_of_peak(memory),
             memory=most_memory,
+            peaks=_most_of_ranks(peaks, fullest_ranks),
             by_rank=memory,
             host=self._fullest_host(by_rank, hosts),
             ranks_per_host=max(len(ranks) for ranks in hosts),
@@ -392,6 +430,8 @@ class Measure:
             numbers[name] = self.stats.get(name)
         numbers["peak"] = self.peak or None
         numbers["reserved"] = self.reserved or None
+        for part in PEAKS:
+            numbers[f"peak in {part}"] = self.peaks.get(part)
         numbers["max_tokens"] = self.max_tokens
         for name in SECONDS:
             median = None
@@ -419,6 +459,26 @@ def _ranks_by_host(id_of_rank: list[float]) -> list[list[int]]:
         ranks = ranks_by_host.setdefault(host_id, [])
         ranks.append(rank)
     return list(ranks_by_host.values())
+
+
+def _known_bytes(
+    by_rank: dict[str, list[float]], names: Iterable[str], prefix: str = ""
+) -> dict[str, list[int]]:
+    """Return name → bytes of each rank, for the names whose bytes all ranks know.
+
+    `by_rank`: as `Measure._gathered_numbers` returns it, with `prefix` before each name.
+    """
+    known = {}
+    for name in names:
+        of_ranks = by_rank[prefix + name]
+        if _are_known(of_ranks):
+            known[name] = [int(value) for value in of_ranks]
+    return known
+
+
+def _most_of_ranks(sizes: dict[str, list[int]], ranks: list[int]) -> dict[str, int]:
+    """Return name → the most bytes on any of some ranks. `sizes`: name → bytes of each rank."""
+    return {name: max(of_ranks[rank] for rank in ranks) for name, of_ranks in sizes.items()}
 
 
 def _are_known(values: list[float]) -> bool:

@@ -272,6 +272,17 @@ def test_what_comes_between_steps_has_the_limit_of_health_until_it_was_over_once
     assert watch._limit(0) == 100.0
 
 
+def test_seconds_in_a_collective_belong_to_no_other_phase(watch: Watch) -> None:
+    one, _ = hearts(watch)
+    one.beat("backward")
+    one.floats[one.at + heartbeat.SINCE] -= 3.0
+    one.began -= 3.0
+    one.note_collective(1.0)
+    one.beat("optimizer")
+    assert one.seconds["collective"] == 1.0
+    assert one.seconds["backward"] == pytest.approx(2.0, abs=0.5)
+
+
 def after_steps(watch: Watch, *phases: str) -> heartbeat.Heart:
     """The heart of a rank that has gone through the phases in four steps."""
     one, _ = hearts(watch)

@@ -16,11 +16,10 @@ from drumline.planner.learned import (
     learned_file,
     read_learned,
 )
-from drumline.planner.report.check import moved_constants
 from drumline.planner.search.correction import Factors
 from drumline.planner.search.search import search
-from drumline.telemetry.plan_accuracy import Comparison
-from tests.harness import ENV, drumline, write_config
+from drumline.telemetry.plan_accuracy import Comparison, lessons
+from tests.harness import ENV, drumline, events, write_config
 from tests.tiny import tiny_model_dir
 from tests.unit.shapes import question
 
@@ -64,14 +63,40 @@ def comparison(category: str, measured: float) -> Comparison:
 
 
 def test_what_is_off_names_the_constant_that_it_would_move() -> None:
-    (seconds,) = moved_constants([comparison("seconds", 15.0)])
-    (reserved,) = moved_constants([comparison("reserved", 15e9)])
-    (activations,) = moved_constants([comparison("activations", 15e9)])
+    (seconds,) = lessons([comparison("seconds", 15.0)])
+    (reserved,) = lessons([comparison("reserved", 15e9)])
+    (activations,) = lessons([comparison("activations", 15e9)])
 
     assert "PRODUCTS" in seconds and "drumline calibrate" in seconds
     assert "FRAGMENTS" in reserved and "1.5 ×" in reserved
     assert "--trace" in activations
-    assert not moved_constants([comparison("seconds", 10.1)])
+    assert not lessons([comparison("seconds", 10.1)])
+
+
+def test_seconds_teach_by_the_part_that_is_off_most() -> None:
+    total = comparison("seconds", 15.0)
+    small = Comparison(category="seconds, backward", unit="s", predicted=4.0, measured=5.0)
+    waiting = Comparison(category="seconds, communication", unit="s", predicted=1.0, measured=5.0)
+
+    (links,) = lessons([total, small, waiting])
+    assert "50% more, most of it in communication" in links
+    assert "cluster.inter" in links
+
+    # The surplus of products is fitted to GPUs, and moves by the part that it makes.
+    (products,) = lessons([total, small], constants={"PRODUCTS": 1.2})
+    assert "PRODUCTS" in products and "from 1.2 to 1.5" in products
+    (processor,) = lessons([total, small], on_cpu=True)
+    assert "PRODUCTS" not in processor and "LOOP" in processor
+
+
+def test_a_peak_teaches_by_the_part_of_the_step_that_is_off_most() -> None:
+    peak = comparison("peak", 15e9)
+    forward = Comparison(category="peak, forward", unit="bytes", predicted=8e9, measured=8e9)
+    backward = Comparison(category="peak, backward", unit="bytes", predicted=10e9, measured=15e9)
+
+    (lesson,) = lessons([peak, forward, backward])
+    assert lesson.startswith("peak: 50% more in backward")
+    assert "--trace" in lesson
 
 
 @pytest.mark.slow
@@ -80,6 +105,12 @@ def test_a_run_teaches_later_plans_until_they_are_told_not_to(tmp_path: Path) ->
     config = write_config(tmp_path, model, run={"steps": 5})
     assert drumline("train", config).code == 0
     run = tmp_path / "run"
+
+    *_, last = events(run, "measured")
+    assert last["seconds"]["forward"] > 0 and last["seconds"]["backward"] > 0
+    assert last["seconds"]["forward"] + last["seconds"]["backward"] < last["seconds"]["total"]
+    assert last["peaks"].keys() == {"forward", "backward", "clip", "step"}
+    assert max(last["peaks"].values()) == last["memory"]["peak"]
 
     kept = drumline("plan", "--check", run, "--learn")
     assert kept.code == 0, kept.err

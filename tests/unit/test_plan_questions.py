@@ -103,6 +103,37 @@ def test_what_no_layout_has_is_refused_with_what_there_is(eight: Question) -> No
             parse_wanted(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("adapter.kind=lora", "compare two plans: add 'adapter.kind=lora' to the second"),
+        ("compile=maybe", "write compile=true or compile=false"),
+    ],
+)
+def test_what_is_no_question_about_a_layout_says_what_to_write(text: str, fix: str) -> None:
+    with pytest.raises(UserError) as refused:
+        parse_wanted(text)
+    assert fix in str(refused.value.fix)
+
+
+def test_a_choice_of_the_user_is_named_as_one(eight: Question) -> None:
+    answer = search(eight)
+    words = why_worse(find_rival(answer, parse_wanted("precision.master=bf16")), show)
+    assert " GB less; no plan sets precision.master by itself" in words
+
+    with pytest.raises(UserError) as refused:
+        find_rival(answer, parse_wanted("strategy=zero9"))
+    assert "fsdp2" in str(refused.value.fix)
+    assert "×" not in str(refused.value.fix)
+
+
+def test_no_number_of_the_table_is_cut(run: Run) -> None:
+    code, out, err = run(*SMALL, "--cluster", "4xa100-80g", "--why-not", "tp=4", columns=80)
+    assert code == 0, err
+    assert "…" not in out
+    assert "asked for:" in out
+
+
 def test_why_not_prints_both_plans(run: Run) -> None:
     words = [*SMALL, "--cluster", "4xa100-80g", "--why-not", "tp=4"]
     code, out, err = run(*words, columns=100)
@@ -223,7 +254,10 @@ def test_other_prices_take_no_other_search(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ("memory=288", "is no question"),
         ("price", "is no question"),
-        ("price=1 price=2", "is no question"),
+        ("price=1 price=2", "price is given twice"),
+        ("nodes=2, 4", "'4' is no question"),
+        ("nodes=1.5", "nodes=1.5 given, a whole number"),
+        ("price=-1", "price=-1 given, a number from 0"),
         ("", "is no question"),
         ("memory_gb=0", "a number greater than 0"),
         ("bf16_tflops=nan", "a number greater than 0"),

@@ -14,6 +14,9 @@ from drumline.errors import UserError
 from drumline.plan.estimate import Estimate, HostMemory, Memory, Seconds, Traffic
 from drumline.plan.plan import Plan, Predicted
 from drumline.planner.report.check import check, only_shown
+from drumline.report.details import prediction
+from drumline.report.facts import RunFacts
+from drumline.report.sections import ChartRegistry
 from drumline.telemetry.events import EventLog, Measured
 from drumline.telemetry.measure import HostPeak, planned_event
 from drumline.telemetry.plan_accuracy import Comparison, Measurement, compare, notes
@@ -107,6 +110,59 @@ def warned_categories(estimate: Estimate = ESTIMATE, **changes: Any) -> list[str
 )
 def test_what_is_warned_of(changes: dict[str, Any], expected: list[str]) -> None:
     assert warned_categories(**changes) == expected
+
+
+def rows_of(estimate: Estimate, **changes: Any) -> dict[str, Comparison]:
+    return {row.category: row for row in compare(estimate, measured_with(**changes))}
+
+
+def test_peaks_are_compared_part_by_part_of_a_step() -> None:
+    phases = {"forward": 700, "loss": 800, "head": 900, "blocks": 1000, "end": 600, "step": 450}
+    estimate = estimate_with(phases={name: value * GIB for name, value in phases.items()})
+    peaks = {"forward": 700 * GIB, "backward": 900 * GIB, "step": 450 * GIB, "clip": GIB}
+
+    rows = rows_of(estimate, peaks=peaks)
+    assert rows["peak, forward"].predicted == 800 * GIB
+    assert rows["peak, backward"].predicted == 1000 * GIB
+    assert rows["peak, backward"].measured == 900 * GIB
+    assert rows["peak, step"].predicted == 450 * GIB
+    # Nothing was predicted of it.
+    assert "peak, clip" not in rows
+    assert rows["activations, logits, buffers"].predicted == 600 * GIB
+    assert not any(row.warns for row in rows.values())
+
+    # Half of the tokens: half of what a part has besides the states, of 400 GiB.
+    short = rows_of(estimate, peaks=peaks, width=0.5)
+    assert short["peak, backward"].predicted == 700 * GIB
+    assert short["peak, step"].predicted == 450 * GIB
+
+    on_gpu = rows_of(estimate, peaks={"forward and backward": 900 * GIB}, by="allocator")
+    assert on_gpu["peak, forward and backward"].predicted == 1000 * GIB
+
+
+def test_seconds_are_compared_pass_by_pass_where_waiting_is_known() -> None:
+    seconds = Seconds(compute=1.0, communication=0.25, optimizer=0.5, rollout=3.0, forward=0.25)
+    estimate = ESTIMATE.model_copy(update={"seconds": seconds})
+    known = {"total": 2.0, "forward": 0.5, "backward": 0.75, "communication": 0.25, "data": 0.5}
+
+    rows = rows_of(estimate, seconds=known)
+    predicted = {name: row.predicted for name, row in rows.items() if row.unit == "s"}
+    assert predicted == {
+        "seconds": 1.75,
+        "seconds, forward": 0.25,
+        "seconds, backward": 0.75,
+        "seconds, communication": 0.25,
+        "seconds, data": 0.0,
+    }
+
+    # A GPU's host does not see where one pass ends.
+    rows = rows_of(estimate, seconds={"total": 2.0, "communication": 0.5})
+    assert rows["seconds, computing"].predicted == 1.5
+    assert rows["seconds, computing"].measured == 1.5
+
+    # Where waiting is not known, passes would contain it.
+    rows = rows_of(estimate, seconds={"total": 2.0, "forward": 0.5, "backward": 0.75})
+    assert "seconds, forward" not in rows
 
 
 def test_what_is_sampled_between_steps_is_none_of_a_tracked_step() -> None:
@@ -275,6 +331,35 @@ def write_run(folder: Path, estimate: Estimate | None, *measured: dict[str, Any]
         log.emit(Measured(off={}, warned=[], warnings=[], notes=[], metrics=metrics))
 
     return folder
+
+
+def test_the_page_sets_measured_beside_predicted_and_says_what_it_teaches(tmp_path: Path) -> None:
+    phases = {"forward": 800 * GIB, "blocks": 1000 * GIB}
+    measured = {
+        "memory": {"parameters": 100 * GIB, "peak": 1500 * GIB},
+        "peaks": {"forward": 800 * GIB, "backward": 1500 * GIB},
+        "seconds": {"total": 3.0, "communication": 0.5},
+    }
+    run = RunFacts(write_run(tmp_path / "a b", estimate_with(phases=phases), measured))
+    registry = ChartRegistry()
+    shown = prediction(run, registry)
+    assert shown is not None
+
+    charts = {spec["title"]: spec for spec in registry.specs}
+    peaks = charts["Peak of memory by part of a step"]
+    assert peaks["rows"] == ["forward", "backward"]
+    assert [series["name"] for series in peaks["series"]] == ["predicted", "measured"]
+    assert peaks["series"][1]["x"] == [800 * GIB, 1500 * GIB]
+    assert charts["Seconds of a step by part"]["rows"] == ["computing", "communication"]
+
+    bytes_, seconds = shown.tables
+    assert [row[0].value for row in bytes_.rows][:2] == ["parameters", "peak"]
+    assert seconds.rows[0][0].value == "seconds"
+    peak, step = shown.lessons
+    assert "50% more in backward" in peak
+    assert "most of it in computing" in step
+    assert shown.command is not None
+    assert shown.command.endswith("/a b' --learn")
 
 
 def test_check_prints_a_row_a_category(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,6 +168,7 @@ def seconds(
         optimizer=update.step,
         offload=offload,
         rollout=rollout,
+        forward=compute.forward,
     )
 
 

@@ -19,14 +19,8 @@ from drumline.planner.cost import fitted
 from drumline.planner.learned import learn
 from drumline.planner.report.table import group_names
 from drumline.planner.search.correction import Factors, Probe
-from drumline.telemetry.plan_accuracy import OFF, Comparison, Measurement, compare, notes
+from drumline.telemetry.plan_accuracy import OFF, Comparison, Measurement, compare, lessons, notes
 
-# Categories that no fitted constant decides, and what to look at.
-MADE_BY_FORMULA = {
-    "activations": "a formula of the block's operators; `drumline plan --trace` counts them one by one",
-    "peak": "no constant: the sum of the categories above it",
-    "traffic": "no constant: bytes are counted collective by collective",
-}
 # A factor that differs from 1 by less is printed as 1.
 NEGLIGIBLE = 5e-3
 TRAIN = "train with this version: drumline train CONFIG.yaml"
@@ -53,7 +47,7 @@ def check(run: Path, as_json: bool = False, learns: bool = False) -> int:
     console = Console(highlight=False)
     console.print(printable(plan_line(plan)), soft_wrap=True, markup=False)
     _show(rows, measured, console)
-    for line in moved_constants(rows):
+    for line in lessons(rows, measured.by == "tracker", {"PRODUCTS": fitted.PRODUCTS}):
         console.print(line, markup=False, soft_wrap=True)
     off = [row.category for row in rows if row.warns]
     if off:
@@ -76,29 +70,6 @@ def _cluster_here(plan: Plan) -> Cluster:
     if plan.device == "cpu":
         machine = machine.without_devices()
     return cluster_of_machine(machine, plan.mesh.world_size)
-
-
-def moved_constants(rows: list[Comparison]) -> list[str]:
-    """Return a line for each category that is off: what a fit to this run alone would change."""
-    lines = []
-    for row in rows:
-        if not row.warns or not row.predicted or not row.measured:
-            continue
-        factor = row.measured / row.predicted
-        if row.category == "seconds":
-            now = fitted.PRODUCTS
-            lines.append(
-                f"seconds: PRODUCTS, the surplus of matrix products, would go from {now:.3g} to"
-                f" {now * factor:.3g}; `drumline calibrate` measures the rates themselves"
-            )
-        elif row.category == "reserved":
-            lines.append(
-                "reserved: FRAGMENTS, the allocator's share of what comes and goes,"
-                f" would make {factor:.3g} × as much"
-            )
-        elif row.category in MADE_BY_FORMULA:
-            lines.append(f"{row.category}: {MADE_BY_FORMULA[row.category]}")
-    return lines
 
 
 def _print_json(rows: list[Comparison], measured: Measurement) -> None:
@@ -169,12 +140,10 @@ def _style(row: Comparison) -> str:
 
 def only_shown(row: Comparison) -> str:
     """Return why there is no warning for a category that is off; empty if there is one, or if it is not off."""
-    if row.warns:
+    if row.warns or abs(row.off) <= OFF:
         return ""
     if row.note:
         return row.note
-    if abs(row.off) <= OFF:
-        return ""
     reason = f"less than {row.show(row.slack)} apart"
     if row.category.startswith("host"):
         reason += ", which the interpreter and its libraries may take"

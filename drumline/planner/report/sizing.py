@@ -130,7 +130,13 @@ def _show_hosts(answers: Sequence[Answer], console: Console, tokens: float | Non
             rows.append(_refused_row(answer))
     hours = _head_of_hours(fitting, tokens)
     heads = ("hosts", "devices", "strategy", *SHOWN, "speed", "of\nlinear", hours)
-    console.print(plain_table(console, heads, rows, spare=(hours, VERDICT, "devices")))
+    spare = (hours, *_spare_of_verdict(answers), "devices")
+    console.print(plain_table(console, heads, rows, spare=spare))
+
+
+def _spare_of_verdict(answers: Sequence[Answer]) -> tuple[str, ...]:
+    """Return the column of verdicts if it can be left out: if everything fits."""
+    return (VERDICT,) if all(answer.ranked for answer in answers) else ()
 
 
 def _head_of_hours(fitting: Sequence[Answer], tokens: float | None) -> str:
@@ -154,7 +160,8 @@ def _show_changes(
         cells.append([changed or "as it is", *_cells(answer, base, tokens)])
     hours = _head_of_hours(fitting, tokens)
     heads = ("what if", "strategy", *SHOWN, "times\nas fast", hours, "cost")
-    console.print(plain_table(console, heads, cells, spare=(VERDICT, NEEDS)))
+    spare = (*_spare_of_verdict(answers), NEEDS)
+    console.print(plain_table(console, heads, cells, spare=spare))
 
 
 def _cells(answer: Answer, base: Candidate | None, tokens: float | None) -> list[str]:

@@ -32,6 +32,9 @@ from drumline.planner.search.rival import (
     why_worse,
 )
 
+# A smaller share of a term is shown as no difference.
+NEGLIGIBLE = 1e-3
+
 
 def report_why_not(answer: Answer, wanted: Wanted, console: Console, as_json: bool) -> None:
     """Print why the best plan that has what is wanted is not the first one.
@@ -49,8 +52,14 @@ def report_why_not(answer: Answer, wanted: Wanted, console: Console, as_json: bo
     console.print(f"{name}: {why_worse(rival, number)}\n", markup=False, soft_wrap=True)
     if rival.other is None or rival.is_first:
         return
-    columns = ("term", f"row 1:\n{rival.first.name}", f"{rival.wanted.text}:\n{rival.other.name}")
-    console.print(plain_table(console, (*columns, "more"), _rows(rival)))
+    first, other = (_break_name(plan.name) for plan in (rival.first, rival.other))
+    heads = ("term", f"row 1:\n{first}", f"asked for:\n{other}", "more")
+    console.print(plain_table(console, heads, _rows(rival)))
+
+
+def _break_name(name: str) -> str:
+    """Return the name of a layout with a line for each of its parts, so that its column is narrow."""
+    return name.replace(" × ", " ×\n")
 
 
 def _rows(rival: Rival) -> list[list[str]]:
@@ -62,9 +71,9 @@ def _rows(rival: Rival) -> list[list[str]]:
     for head in (VERDICT, NEEDS, STEP, SPEED):
         rows.append([head.replace("\n", " "), first[head], other[head], ""])
     sections = {
-        "GB of the fullest device at its peak": _memory_terms(rival),
+        "GB at the fullest device's peak": _memory_terms(rival),
         "seconds for a million tokens": time_terms(rival),
-        "GB that a device sends for a million tokens": traffic_terms(rival),
+        "GB sent for a million tokens": traffic_terms(rival),
     }
     for title, terms in sections.items():
         if terms:
@@ -93,8 +102,10 @@ def _rows_of_terms(terms: Sequence[Term]) -> list[list[str]]:
     total = Term("in all", sum(term.first for term in terms), sum(term.other for term in terms))
     rows = []
     for term in (*terms, total):
-        sign = "+" if term.difference > 0 else ""
-        difference = f"{sign}{number(term.difference)}"
+        difference = "0"
+        if abs(term.difference) > NEGLIGIBLE * max(term.first, term.other):
+            sign = "+" if term.difference > 0 else ""
+            difference = f"{sign}{number(term.difference)}"
         rows.append([f"  {term.name}", number(term.first), number(term.other), difference])
     return rows
 

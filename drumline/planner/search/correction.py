@@ -108,7 +108,8 @@ def scale_estimate(estimate: Estimate, by: Factors) -> Estimate:
     """Return the estimate times the factors. Host memory, rollouts and ranges stay as they are."""
     seconds = {}
     for name, value in estimate.seconds:
-        if name == "rollout":
+        # An estimate of an older version has no `forward`.
+        if name == "rollout" or value is None:
             seconds[name] = value
         else:
             seconds[name] = value * by.seconds

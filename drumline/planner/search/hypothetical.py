@@ -26,6 +26,8 @@ FORM = (
     "write nodes=2,4,8 for other numbers of hosts, or what is to be different of them:"
     " device=h200 or memory_gb=288 bandwidth_gb_s=8000 bf16_tflops=5000 intra=1800 inter=8x800Gb price=6"
 )
+# The largest number of a datasheet, or price, that is taken.
+MOST_RATE = 1e9
 # The most combinations of values that are planned.
 MOST_ROWS = 64
 # The precision whose rate `bf16_tflops` sets, and the one that stands for it on devices without it.
@@ -43,9 +45,15 @@ def parse_what_if(text: str) -> list[Changes]:
         key, _, given = word.partition("=")
         # A comma at the end makes an empty part.
         parts = [part for part in given.split(",") if part]
-        if key not in CHANGES or not parts or key in values:
-            raise _mistake(text)
-        values[key] = [_parse(key, part, text) for part in parts]
+        if key in values:
+            raise UserError(
+                f"{key} is given twice",
+                where="--what-if",
+                fix=f"put commas between the values of a key, such as {key}=A,B",
+            )
+        if key not in CHANGES or not parts:
+            raise _mistake(word)
+        values[key] = [_parse(key, part) for part in parts]
     if not values:
         raise _mistake(text)
     rows: list[Changes] = []
@@ -118,11 +126,15 @@ def _mistake(text: str) -> UserError:
     return UserError(f"{text!r} is no question", where="--what-if", fix=FORM)
 
 
-def _parse(key: str, part: str, text: str) -> int | float | str:
+def _parse(key: str, part: str) -> int | float | str:
     """Return a value of a key. Raises UserError if the key has no such value."""
     if key in ("nodes", "per_node"):
         if not part.isdecimal() or int(part) == 0:
-            raise _mistake(text)
+            raise UserError(
+                f"{key}={part} given, a whole number from 1 on is wanted",
+                where="--what-if",
+                fix=FORM,
+            )
         most = MOST_NODES if key == "nodes" else MOST_OWN
         if int(part) > most:
             unit = "hosts" if key == "nodes" else "devices of a host"
@@ -155,10 +167,12 @@ def _parse_rate(key: str, part: str) -> float | str:
         number = math.nan
     least = 0.0 if key == "price" else 1e-6
     # Written this way round, so that nan is refused, too.
-    if not least <= number <= 1e9:
-        wanted = "a number greater than 0"
+    if not least <= number <= MOST_RATE:
+        wanted = f"a number greater than 0, at most {MOST_RATE:g},"
+        if key == "price":
+            wanted = f"a number from 0 to {MOST_RATE:g}"
         if key in ("intra", "inter", "host_link"):
-            wanted += " in GB/s, or a link such as nvlink4 or 8x400Gb,"
+            wanted = f"{wanted} in GB/s, or a link such as nvlink4 or 8x400Gb,"
         raise UserError(f"{key}={part} given, {wanted} is wanted", where="--what-if", fix=FORM)
     return number
 

@@ -13,10 +13,12 @@ from typing import NamedTuple
 import yaml
 from pydantic import ValidationError
 
+from drumline.config.config import Config
 from drumline.config.load import changed_values, load_values
 from drumline.config.strategy import StrategyConfig
 from drumline.errors import PlanError, UserError
 from drumline.planner.search.answer import (
+    GB,
     Answer,
     Candidate,
     Question,
@@ -37,6 +39,13 @@ FORM = (
 TRUTH = {"true": True, "false": False}
 # Sections of a config that change neither the model nor the data.
 SECTIONS = ("batch", "compile", "memory", "optimizer", "precision", "strategy")
+# Keys of these sections that a search chooses; others stay as the config has them.
+SEARCHED = (
+    "batch.micro_batch",
+    "compile.enabled",
+    "memory.activation_checkpointing",
+    "memory.checkpointed_blocks",
+)
 
 
 class Wanted(NamedTuple):
@@ -49,6 +58,12 @@ class Wanted(NamedTuple):
     def text(self) -> str:
         """Return both: `tp=8`."""
         return f"{self.key}={self.value}"
+
+    @property
+    def is_choice_of_user(self) -> bool:
+        """Return whether no plan has it unless the config says so."""
+        section, _, rest = self.key.partition(".")
+        return bool(rest) and section != "strategy" and self.key not in SEARCHED
 
 
 @dataclass(frozen=True)
@@ -100,6 +115,16 @@ def parse_wanted(text: str) -> Wanted:
     }
     section, _, rest = wanted.key.partition(".")
     is_key_of_config = section in SECTIONS and bool(rest) and bool(wanted.value)
+    if rest and section in Config.model_fields and section not in SECTIONS:
+        raise UserError(
+            f"{wanted.key} changes what is trained or where it runs, not its layout",
+            where="--why-not",
+            fix=f"compare two plans: add {text!r} to the second, without --why-not",
+        )
+    if wanted.key == "compile" and wanted.value not in TRUTH:
+        raise UserError(
+            f"{text!r} is no question", where="--why-not", fix="write compile=true or compile=false"
+        )
     if not is_key_of_config and not is_possible.get(wanted.key):
         raise UserError(f"{text!r} is no question", where="--why-not", fix=FORM)
     return wanted
@@ -197,9 +222,14 @@ def _no_such_layout(question: Question, wanted: Wanted) -> UserError:
         what = f"no strategy takes {wanted.text}"
         fix = "`drumline strategies` or docs/reference/keys.md list the keys of each"
         return UserError(what, where="--why-not", fix=fix)
+    devices = question.cluster.world_size
     for strategy in search_space(question):
         if wanted.key == "strategy":
             values.add(strategy.kind)
+            family = strategy.names(devices).family
+            # There are too many combinations to list.
+            if " × " not in family:
+                values.add(family)
         else:
             degree = _degree(question, strategy, wanted.key)
             values.add(str(degree or 1))
@@ -220,7 +250,8 @@ def time_terms(rival: Rival) -> list[Term]:
     assert rival.other is not None
     by_plan = []
     for candidate in (rival.first, rival.other):
-        seconds = candidate.estimate.seconds.model_dump()
+        # `forward` is a part of `compute`.
+        seconds = candidate.estimate.seconds.model_dump(exclude={"forward"})
         share = 1e6 / candidate.layout.tokens_per_step
         by_plan.append({name: share * value for name, value in seconds.items()})
     return terms_of(*by_plan)
@@ -272,5 +303,17 @@ def why_worse(rival: Rival, show: Callable[[float], str]) -> str:
     if other.estimate.risk > first.estimate.risk:
         remarks.append(f"it runs out of memory with a chance of {other.estimate.risk:.0%}")
     if slower <= 1 and risk_adjusted_speed(other) >= risk_adjusted_speed(first):
-        remarks.append("another is as fast, simpler or smaller")
+        if rival.wanted.is_choice_of_user:
+            remarks.append(_choice_of_user(rival.wanted, first, other))
+        else:
+            remarks.append("another is as fast, simpler or smaller")
     return "; ".join([text, *remarks]) + "."
+
+
+def _choice_of_user(wanted: Wanted, first: Candidate, other: Candidate) -> str:
+    """Return what a value of the config would gain, which no plan takes by itself."""
+    saved = first.estimate.memory.reserved - other.estimate.memory.reserved
+    gain = ""
+    if saved > 0:
+        gain = f"it needs {saved / GB:.1f} GB less; "
+    return f"{gain}no plan sets {wanted.key} by itself, since it changes what the run computes"

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from drumline.system.heartbeat import note_collective
+
 
 class CollectiveClock:
     """Seconds in collectives since the last `take`.
@@ -37,7 +39,9 @@ class CollectiveClock:
             began = time.perf_counter()
             result = call(*args, **named)
             if self.is_running:
-                self.seconds += time.perf_counter() - began
+                seconds = time.perf_counter() - began
+                self.seconds += seconds
+                note_collective(seconds)
             if hasattr(result, "wait"):
                 return Work(result, self)
             return result
