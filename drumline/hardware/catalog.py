@@ -30,6 +30,9 @@ REACHED_A100 = 0.869
 REACHED_H100 = 0.803
 REACHED_MI300X = 0.514
 REACHED_4090 = 0.96
+# 142.25 of 148 TFLOP/s, bf16, products of 10,240 (github.com/zzc0721/torch-performance-test-data, issue
+# 77; torch 2.7). It multiplies so slowly that neither its memory nor its power limits it.
+REACHED_H20 = 0.96
 # The share of the rate that FlashAttention 2 reaches, which torch's attention uses: 50 to 73% on an
 # A100 (Dao 2023), and 35% on an H100 (Shah et al. 2024). It does not use the H100's new
 # instructions for products.
@@ -251,6 +254,7 @@ DEVICES: dict[str, DeviceSpec] = {
             full_tflops=74,
             links=("nvlink4", "pcie5"),
             source="NVIDIA H20 datasheet (2023), SXM, dense",
+            reached=REACHED_H20,
         ),
         _gpu(
             "gb200",
