@@ -40,8 +40,9 @@ POWER_LIMITED = 1.13
 # What MOVED is for a block, for each input and output of a layer with an adapter: casts, the results
 # of the factors, and their sum.
 MOVED_ADAPTED = 6.41
-# Dequantising a 4-bit entry takes as long as moving this many bytes. Its kernel is bound by its
-# instructions, not by memory.
+# Dequantising a 4-bit entry takes as long as moving this many bytes. The kernels read and write 3.2
+# bytes (codes, scales and the result; benchmarks.planner_published.NF4); they do not reach the
+# bandwidth of large copies, being bound by their instructions.
 UNPACKED = 23.1
 # Seconds of a host in each pass, for each module whose weights an engine gathers and frees by hooks of
 # its own.
