@@ -311,6 +311,11 @@ def _foundry() -> Iterator[Published]:
 
 
 def _gist() -> Iterator[Published]:
+    # Its updates on the host are not comparable. Offloading adds 20.1, 16.8 and 17.3 s to a step, with 8, 4 and 2 micro-batches;
+    # less what is copied, about 15 s of each are left for one update, for which other hosts take 4 s: 18 ns for each entry of a rank, as
+    # few cores take. Threads of its ranks are not published (torchrun, with which its author starts later runs, gives each rank one),
+    # and DeepSpeed 0.14.2 with torch 2.2, which it had, is reported to build its optimizer without vector instructions
+    # (deepspeedai/DeepSpeed, issue 6363). The rows count as they are.
     two, three = ({"kind": kind, "options": STOCK} for kind in ("zero2", "zero3"))
     host, both = (
         {"offload_optimizer": "cpu"},
