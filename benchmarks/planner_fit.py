@@ -15,17 +15,26 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.planner_published import MIXTURE, PARALLEL, Published, candidates, estimates
+from benchmarks.planner_published import (
+    MIXTURE,
+    NF4,
+    PARALLEL,
+    Published,
+    candidates,
+    estimates,
+    kernels_of,
+    speeds,
+)
 from drumline.planner.cost import fitted
 
 MEMORY, SPEED = ("active", "reserved", "driver"), ("seconds", "tokens_per_s")
 # Without any of these runs. Bytes moved by a block: what its kernels besides products read and write, counted of a Llama block (torch's
 # dispatcher); by a layer with an adapter: the same. Products: a guess; those of weights' gradients: as others. Unpacking: what it
-# reads and writes: of these rows by AutoGPTQ's operators, not by one kernel (16.5 bytes in two of the three passes that are counted here).
+# reads and writes (benchmarks.planner_published.NF4).
 # Hooks: a call in Python with a launch. A host's step: with its optimizer on the host, where each rank has its share of 128 cores, as here,
 # a step of 1.5B parameters takes 1.125 s longer (DeepSpeed's study of core binding); 0.23 s of them are copies. Power: a guess.
 PRIOR = {
-    "MOVED": 491.0, "PRODUCTS": 1.25, "MOVED_ADAPTED": 7.0, "UNPACKED": 11.0, "HOOK": 1e-4, "HOST_STEP": 0.55e-9,
+    "MOVED": 491.0, "PRODUCTS": 1.25, "MOVED_ADAPTED": 7.0, "UNPACKED": NF4, "HOOK": 1e-4, "HOST_STEP": 0.55e-9,
     "POWER_LIMITED": 1.1, "FRAGMENTS": 0.05, "FRAGMENTS_GATHERED": 0.25,
 }  # fmt: skip
 # Weights of the priors: what was counted is known to some tens of percent, of the rest the order of magnitude alone.
@@ -38,7 +47,8 @@ Scored = tuple[Published, dict[str, float], str]  # with residuals, and what is 
 
 def chosen(row: Published) -> dict[str, float]:
     """The estimates of the way that the planner would take: the fastest of those that need no more than there is, else the leanest."""
-    ways = [estimates(question, candidate) for _, question, candidate in candidates(row)]
+    with kernels_of(row):
+        ways = [estimates(question, candidate) for _, question, candidate in candidates(row)]
     fitting = [way for way in ways if way["needed"] <= way["limit"]]
     return (
         min(fitting, key=lambda way: way["seconds"] / way["tokens"])
@@ -49,7 +59,14 @@ def chosen(row: Published) -> dict[str, float]:
 
 def residuals(row: Published) -> dict[str, float]:
     """Logarithms of measured / predicted, of seconds also where tokens/s were measured."""
-    way, found = chosen(row), dict[str, float]()
+    ways = candidates(row)
+    if len(ways) == 1 and not set(MEMORY) & set(row.measured):
+        # There is no choice, and no memory to compare: only the speed is estimated.
+        with kernels_of(row):
+            way = speeds(*ways[0][1:])
+    else:
+        way = chosen(row)
+    found: dict[str, float] = {}
     for name, value in row.measured.items():
         if name in MEMORY:
             found["memory" if name != "active" or "reserved" not in row.measured else "active"] = (
@@ -71,10 +88,13 @@ def row_weights(rows: Sequence[Published]) -> dict[Published, float]:
     return {row: min(1.0, MOST / numbers[row.source]) for row in rows}
 
 
-def fit(rows: Sequence[Published], rounds: int = 10) -> dict[str, float]:
-    """Gauss-Newton with weights for what is far out; differences of 1%."""
+def fit(
+    rows: Sequence[Published], rounds: int = 12, start: Mapping[str, float] = PRIOR
+) -> dict[str, float]:
+    """Gauss-Newton with weights for what is far out; differences of 1%. `start`: where it begins."""
     names = list(PRIOR)
-    prior = at = np.log([PRIOR[name] for name in names])
+    prior = np.log([PRIOR[name] for name in names])
+    at = np.log([start[name] for name in names])
     pull = np.array([PULL if name in COUNTED else LOOSE for name in names])
     counts = row_weights(rows)
     shares = np.array([counts[row] for row in rows for _ in residuals(row)])
@@ -132,7 +152,9 @@ def left_out(
     for source in dict.fromkeys(row.source for row in rows):
         own = [row for row in rows if row.source == source and not row.without]
         if own:
-            found_constants = fit([row for row in usable(rows) if row.source != source])
+            others = [row for row in usable(rows) if row.source != source]
+            # The end of a fit does not depend on its start, and this one is near.
+            found_constants = fit(others, start=kept)
             if constants is not None:
                 constants[source] = found_constants
             set_constants(found_constants)

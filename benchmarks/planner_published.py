@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import itertools
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -51,6 +51,9 @@ SOURCES = {
     "ms-swift": "ms-swift's figures of Megatron, with the scripts that it has beside them (examples/megatron: fp8/benchmark.sh and"
     " moe/qwen3_moe.sh): global batch 16, micro-batch 1, packed rows of 8,192 tokens, sequence parallelism",
     "titan-hf": "torchtitan, March 2026, Hugging Face model",
+    "answerai": "Answer.AI's benchmarks of FSDP with QLoRA, March 2024 (benchmarks_03_2024.md of fsdp_qlora, with the defaults of its"
+    " train.py): seconds of 1,024 rows of 2,048 tokens, weights in bf16, LoRA of rank 64 on all layers but o_proj, bitsandbytes' NF4;"
+    " GiB as reserved",
 }
 # Groups of rows that say how a mixture of experts or parallelism besides data parallelism was predicted.
 PARALLEL, MIXTURE = "tp, cp or pp", "mixture"
@@ -60,7 +63,8 @@ PARALLEL, MIXTURE = "tp, cp or pp", "mixture"
 class Published:
     """`measured`: memory in bytes, as allocated (`active`), as reserved by the allocator (`reserved`) or as shown by the driver (`driver`);
     tokens_per_s (of a device; a range as its middle), mfu, seconds (of a step). `oom`: it ran out of memory;
-    `device`: what its device has that is not the catalog's."""
+    `device`: what its device has that is not the catalog's; `kernels`: constants of cost.fitted of which its software's kernels take so
+    many times as much as ours."""
 
     name: str
     measured: dict[str, float]
@@ -71,6 +75,7 @@ class Published:
     group: str = "full"
     oom: bool = False
     device: dict[str, float] = field(default_factory=dict)
+    kernels: dict[str, float] = field(default_factory=dict)
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -137,6 +142,13 @@ QWEN_QLORA: dict[str, Any] = {"kind": "zero2", "options": {
     "communication_data_type": "fp16", "data_types": {"grad_accum_dtype": "fp16"},
     "zero_optimization": {"allgather_bucket_size": 200_000_000, "reduce_bucket_size": 200_000_000, "overlap_comm": True},
 }}  # fmt: skip
+# Bytes that AutoGPTQ's operators read and write to unpack an entry (qlinear_cuda_old.py, `forward`; weights in groups of 128 without
+# activation order, as Qwen-Chat-Int4 has them): 4.5 to shift the codes into int32, 5 to cast them to a byte, 2 for the mask, 2 for the
+# zeros, and 3 to scale them. Backward has the unpacked weight, so with recomputation it unpacks in two passes of the three.
+AUTO_GPTQ = (4.5 + 5 + 2 + 2 + 3) * 2 / 3
+# Those of ours, in each of three passes: half a byte of codes and two bytes of the result (bitsandbytes' kernel), and 45 bytes for the
+# scale of 64 entries, which is packed too (models.packed, `_scales_of_blocks`).
+NF4 = 0.5 + 2 + 45 / 64
 H100, A800 = {"device": "h100-80g", "per_node": 8}, {"device": "a800-80g", "per_node": 8}
 # torchtitan's H100 have 96 GB of HBM2e at 2.4 TB/s, and may take 500 W of the 700 W that an H100 is made for (its pages of figures). Power
 # is taken to grow with the square of the clock: it lies between the clock alone and, where the voltage follows, its third power.
@@ -299,6 +311,11 @@ def _foundry() -> Iterator[Published]:
 
 
 def _gist() -> Iterator[Published]:
+    # Its updates on the host are not comparable. Offloading adds 20.1, 16.8 and 17.3 s to a step, with 8, 4 and 2 micro-batches;
+    # less what is copied, about 15 s of each are left for one update, for which other hosts take 4 s: 18 ns for each entry of a rank, as
+    # few cores take. Threads of its ranks are not published (torchrun, with which its author starts later runs, gives each rank one),
+    # and DeepSpeed 0.14.2 with torch 2.2, which it had, is reported to build its optimizer without vector instructions
+    # (deepspeedai/DeepSpeed, issue 6363). The rows count as they are.
     two, three = ({"kind": kind, "options": STOCK} for kind in ("zero2", "zero3"))
     host, both = (
         {"offload_optimizer": "cpu"},
@@ -357,6 +374,7 @@ def _qwen() -> Iterator[Published]:
                 {"driver": gb * 1e9 / gpus, "seconds": seconds},
                 sections,
                 group=kind,
+                kernels={"UNPACKED": AUTO_GPTQ / NF4} if kind == "QLoRA" else {},
             )
 
 
@@ -507,9 +525,83 @@ def _titan_hf() -> Iterator[Published]:
     yield Published("Qwen3-30B-A3B, 8×H100, FSDP2", {"tokens_per_s": 2817.0}, without=without, group=MIXTURE)  # fmt: skip
 
 
+# Yi-34B (config.json of 01-ai/Yi-34B).
+YI = {
+    "model_type": "llama", "hidden_size": 7168, "intermediate_size": 20480, "num_hidden_layers": 60, "num_attention_heads": 56,
+    "num_key_value_heads": 8, "vocab_size": 64000, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def _answerai() -> Iterator[Published]:
+    # Micro-batches were raised until the card of 23.5 GiB was full. What an allocator reserves then is what there is (21 to 23 GiB), not
+    # what the run needs, so memory is compared of the one run that left room.
+    two = {"device": "4090", "per_node": 2}
+    for model, quantized, offload, data_parallel, micro, length, gib, seconds in (
+        ("llama-2-7b", False, False, True, 4, 2048, None, 437), ("llama-2-7b", False, False, False, 6, 2048, None, 481),
+        ("llama-2-7b", False, True, False, 10, 2048, None, 482), ("llama-2-7b", True, False, True, 8, 2048, None, 450),
+        ("llama-2-7b", True, False, False, 10, 2048, None, 466), ("llama-2-7b", True, True, False, 12, 2048, None, 464),
+        ("yi-34b", True, False, False, 2, 2048, None, 2072), ("yi-34b", True, True, False, 4, 2048, None, 2061),
+        ("llama-2-70b", True, True, False, 2, 2048, 14.92, 4399), ("mistral-7b", True, True, False, 12, 2048, None, 483),
+        ("mistral-7b", True, True, False, 1, 24576, None, 7809),
+    ):  # fmt: skip
+        strategy = {
+            "kind": "fsdp2",
+            "reduce_dtype": "bf16",
+            "offload": "cpu" if offload else "none",
+        }
+        if data_parallel:
+            strategy = {"kind": "ddp"}
+        measured = {"seconds": seconds * 2 * micro / 1024}
+        if gib is not None:
+            measured["reserved"] = gib * GiB
+        row = _answerai_run(model, two, {"micro_batch": micro}, quantized, strategy, length)
+        yield replace(row, measured=measured)
+    # Sharding and checkpointing are those found to be fastest, and not published; batches are of 32 rows.
+    choices: dict[str, list[Any]] = {
+        AC: ["none", "full"],
+        "strategy.reshard_after_forward": [True, False],
+    }
+    for device, gpus, micro, seconds in (
+        ("a100-40g", 2, 1, 3277), ("a100-40g", 4, 4, 1266), ("a100-40g", 8, 4, 672), ("h100-80g", 4, 8, 667),
+        ("6000-ada", 2, 2, 5867), ("6000-ada", 4, 3, 2904),
+    ):  # fmt: skip
+        batch = {"micro_batch": micro, "accumulation": round(32 / gpus / micro)}
+        rows_of_step = gpus * micro * batch["accumulation"]
+        cluster = {"device": device, "per_node": gpus}
+        strategy = {"kind": "fsdp2", "reduce_dtype": "bf16"}
+        row = _answerai_run("llama-2-70b", cluster, batch, True, strategy)
+        yield replace(row, measured={"seconds": seconds * rows_of_step / 1024}, open=choices)
+
+
+def _answerai_run(
+    model: str,
+    cluster: dict[str, Any],
+    batch: dict[str, int],
+    is_quantized: bool,
+    strategy: dict[str, Any],
+    length: int = 2048,
+) -> Published:
+    """Return a run with full checkpointing, without what was measured."""
+    adapter: dict[str, Any] = {"kind": "lora", "r": 64, "dropout": 0.1}
+    adapter["targets"] = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
+    kind = "LoRA"
+    if is_quantized:
+        adapter["quantize"] = "4bit"
+        kind = "QLoRA"
+    shape = YI if model == "yi-34b" else model
+    sections = _run(shape, cluster, length, batch, strategy=strategy, algorithm=PLAIN, adapter=adapter, **FULL)  # fmt: skip
+    sections |= PURE
+    name = f"{model}, {kind}, {cluster['per_node']}×{cluster['device']}, {strategy['kind']}"
+    if strategy.get("offload") == "cpu":
+        name += " offload"
+        kind = "offload"
+    name += f", {length:,}, micro {batch['micro_batch']}"
+    return Published(name, {}, sections, group=kind)
+
+
 def _rows() -> Iterator[Published]:
     makers = (
-        _titan, _foundry, _gist, _qwen, _litgpt, _others, _single, _automodel, _deepspeed, _swift, _titan_hf,
+        _titan, _foundry, _gist, _qwen, _litgpt, _others, _single, _automodel, _deepspeed, _swift, _titan_hf, _answerai,
     )  # fmt: skip
     for source, made in zip(SOURCES, makers, strict=True):
         yield from (replace(row, source=source) for row in made())
@@ -553,11 +645,9 @@ def predicted(row: Published) -> list[dict[str, Any]]:
     """For each way to fill in what is open: its values, the planner's estimates under the names of `measured`, the relative errors."""
     found = []
     for way, question, candidate in candidates(row):
-        said = {
-            name: value
-            for name, value in estimates(question, candidate).items()
-            if name in row.measured
-        }
+        with kernels_of(row):
+            values = estimates(question, candidate)
+        said = {name: value for name, value in values.items() if name in row.measured}
         found.append(
             {
                 "open": way,
@@ -590,3 +680,29 @@ def estimates(question: Question, candidate: Candidate) -> dict[str, float]:
         "high": made.needs[1],
         "limit": made.limit,
     }
+
+
+def speeds(question: Question, candidate: Candidate) -> dict[str, float]:
+    """Return the estimates of speed alone, by the names of `measured`, with the constants of now."""
+    from drumline.planner.cost.times import predict_pace
+
+    pace = predict_pace(candidate.layout, question.facts, question.cluster)
+    return {
+        "seconds": pace.seconds.total,
+        "tokens_per_s": pace.tokens_per_s / question.cluster.world_size,
+    }
+
+
+@contextmanager
+def kernels_of(row: Published) -> Iterator[None]:
+    """Within, constants of cost.fitted are as many times what they were as `Published.kernels` says."""
+    from drumline.planner.cost import fitted
+
+    kept = {name: getattr(fitted, name) for name in row.kernels}
+    for name, times in row.kernels.items():
+        setattr(fitted, name, kept[name] * times)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(fitted, name, value)

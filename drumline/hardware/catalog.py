@@ -23,13 +23,18 @@ GIGA = 1e9
 GIB = 2**30
 
 # The share of the datasheet's rate that large products reach (bf16; S. Bekman, Machine Learning
-# Engineering, "Maximum Achievable Matmul FLOPS", 2025). That of the 4090, 158.6 of 165.2 TFLOP/s,
-# was measured in fp16 (github.com/mli/transformers-benchmarks, issue 4), and stands for all GeForce
-# cards.
+# Engineering, "Maximum Achievable Matmul FLOPS", 2025).
 REACHED_A100 = 0.869
 REACHED_H100 = 0.803
 REACHED_MI300X = 0.514
-REACHED_4090 = 0.96
+# From github.com/zzc0721/torch-performance-test-data, bf16, products of up to 10,240: 4090, the median of
+# seven cards, 163.1 of 165.2 TFLOP/s, which stands for all GeForce cards; L40S, 269 of 362; H20, 142.25
+# of 148, which multiplies so slowly that neither its memory nor its power limits it. The RTX 6000 Ada
+# has the L40S's chip and 300 W of its 350 W. Power is taken to grow with the square of the clock.
+REACHED_4090 = 0.99
+REACHED_H20 = 0.96
+REACHED_L40S = 0.743
+REACHED_6000_ADA = REACHED_L40S * (300 / 350) ** 0.5
 # The share of the rate that FlashAttention 2 reaches, which torch's attention uses: 50 to 73% on an
 # A100 (Dao 2023), and 35% on an H100 (Shah et al. 2024). It does not use the H100's new
 # instructions for products.
@@ -183,6 +188,7 @@ DEVICES: dict[str, DeviceSpec] = {
             full_tflops=183,
             links=PCIE4,
             source="NVIDIA L40S datasheet (2023); halved for sparsity",
+            reached=REACHED_L40S,
         ),
         _gpu(
             "a10",
@@ -251,6 +257,7 @@ DEVICES: dict[str, DeviceSpec] = {
             full_tflops=74,
             links=("nvlink4", "pcie5"),
             source="NVIDIA H20 datasheet (2023), SXM, dense",
+            reached=REACHED_H20,
         ),
         _gpu(
             "gb200",
@@ -296,6 +303,7 @@ DEVICES: dict[str, DeviceSpec] = {
             full_tflops=182.1,
             links=PCIE4,
             source="NVIDIA RTX 6000 Ada datasheet (2023), a quarter of sparse FP8",
+            reached=REACHED_6000_ADA,
         ),
         _gpu(
             "mi300x",

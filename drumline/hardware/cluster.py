@@ -38,6 +38,12 @@ BASE_LATENCY = 8.4e-6
 # results of NVIDIA's bandwidthTest are 26.1 and 25.6 of 31.5 GB/s (A100, PCIe 4), and 12.4 and 13.1
 # of 15.75 (PCIe 3).
 HOST_EFFICIENCY = 0.80
+# Bytes/s of copies from and to host memory that is not pinned. A core of the host copies them to or
+# from a pinned buffer, which is slower than the link. Published results of NVIDIA's bandwidthTest with
+# --memory=pageable are 10.0 and 10.8 GB/s (DGX A100), and 3.3 and 8.5 (Dell XE with A100 PCIe), where
+# pinned memory reached 25.7 and 25.8, and 17.3 and 24.6 (gengwg's notes on CUDA's samples). These are
+# the geometric means.
+PAGEABLE = {"to_device": 5.7e9, "to_host": 9.6e9}
 # Bytes/s of a disk that nobody has measured: those of an NVMe drive (Samsung PM9A3 datasheet,
 # 3.84 TB).
 DISK = {"read": 6.5e9, "write": 3.5e9}
@@ -289,15 +295,30 @@ class Cluster:
         rate = self.rate(precision) or self.rate("fp32")
         return share * rate
 
-    def host_seconds(self, direction: Literal["to_device", "to_host"], bytes_: float) -> float:
-        """Return the seconds to copy bytes between one device and pinned memory of its host.
+    def host_seconds(
+        self,
+        direction: Literal["to_device", "to_host"],
+        bytes_: float,
+        devices: int = 1,
+        is_pinned: bool = True,
+    ) -> float:
+        """Return the seconds to copy bytes between a device and memory of its host.
 
         It is 0 for a CPU, which computes in that memory.
+
+        Args:
+            direction: Where the bytes go.
+            bytes_: What each device copies.
+            devices: How many devices share a link to the host, and copy at the same time.
+            is_pinned: Whether the memory is page-locked. If not, a core of each rank copies it too.
         """
         if self.device.kind == "cpu" or bytes_ <= 0:
             return 0.0
         usual = CostLine(self.host_link.latency, HOST_EFFICIENCY * self.host_link.bandwidth)
-        return self.calibration.host.get(direction, usual).seconds(bytes_)
+        over_link = self.calibration.host.get(direction, usual).seconds(bytes_ * devices)
+        if is_pinned:
+            return over_link
+        return max(over_link, bytes_ / PAGEABLE[direction])
 
     def disk_seconds(self, direction: Literal["write", "read"], bytes_: float) -> float:
         """Return the seconds to write bytes to a host's disk, or to read them.

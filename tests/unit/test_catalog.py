@@ -376,6 +376,8 @@ def test_copies_to_the_host_and_the_disk() -> None:
         gpu.host_seconds("to_host", 63e9) == pytest.approx(1 / 0.8, rel=1e-3)
         and gpu.host_seconds("to_device", 0) == 0
     )
+    assert gpu.host_seconds("to_host", 63e9, devices=2) == pytest.approx(2 / 0.8, rel=1e-3)
+    assert gpu.host_seconds("to_host", 9.6e9, is_pinned=False) == pytest.approx(1)
     assert gpu.disk_seconds("write", 3.5e9) == 1 and said("2xcpu").host_seconds("to_host", 1e9) == 0
     measured = Calibration(host={"to_host": CostLine(0.5, 1e9)}, disk={"read": CostLine(0.25, 1e9)})
     known = replace(gpu, calibration=measured)

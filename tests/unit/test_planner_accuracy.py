@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.planner_accuracy import main
 from benchmarks.planner_fit import MOST, row_weights
-from benchmarks.planner_published import ROWS, foundry_table
+from benchmarks.planner_published import AUTO_GPTQ, NF4, ROWS, foundry_table, kernels_of
 from drumline.hardware.catalog import DEVICES
 from drumline.planner.cost import fitted
 from tests.harness import ENV, ROOT, read_json
@@ -99,6 +99,27 @@ def test_rows_have_the_power_and_the_attention_that_their_sources_had() -> None:
             assert "efficiency" not in row.device
         else:
             assert not row.device
+
+
+def test_only_rows_of_auto_gptq_unpack_by_other_kernels() -> None:
+    """And within them alone the constant is another one."""
+    for row in ROWS:
+        is_gptq = row.source == "qwen" and row.group == "QLoRA"
+        assert list(row.kernels) == ["UNPACKED"] * is_gptq
+    ours = fitted.UNPACKED
+    row = next(row for row in ROWS if row.kernels)
+    with kernels_of(row):
+        assert pytest.approx(ours * AUTO_GPTQ / NF4) == fitted.UNPACKED
+    assert ours == fitted.UNPACKED
+
+
+def test_memory_of_cards_that_were_filled_is_not_compared() -> None:
+    rows = [row for row in ROWS if row.source == "answerai"]
+    assert len(rows) == 17
+    assert [row.name for row in rows if "reserved" in row.measured] == [
+        "llama-2-70b, QLoRA, 2×4090, fsdp2 offload, 2,048, micro 2"
+    ]
+    assert {row.group for row in rows} == {"LoRA", "QLoRA", "offload"}
 
 
 def test_no_source_outweighs_the_others() -> None:

@@ -152,13 +152,58 @@ def test_the_bubble_is_the_schedules(schedule: str) -> None:
     )
 
 
+PINNED = {"kind": "cpu", "pin_memory": True}
+
+
 def test_copies_to_the_host_go_at_the_rate_that_pinned_memory_reaches() -> None:
-    """Gradients of each micro-batch down in fp32, weights up once in bf16; not at the rate of collectives over the same link. Of eight GPUs
-    two share a link to the host."""
-    offloaded = taken({"kind": "zero3", "offload_optimizer": "cpu"})
+    """Gradients in fp32 to the device and back in each of four micro-batches, to the host once more, and weights up in bf16; not at the
+    rate of collectives over the same link. Of eight GPUs two share a link to the host."""
+    offloaded = taken({"kind": "zero3", "offload_optimizer": PINNED})
+    entries = model().trainable / 8
     assert offloaded.offload == pytest.approx(
-        2 * (2 + 4 * 4) * model().trainable / 8 / (0.8 * 63e9), rel=1e-3
+        2 * (4 * 8 + 4 + 2) * entries / (0.8 * 63e9), rel=1e-3
     )
+
+
+def test_copies_of_memory_that_is_not_pinned_are_no_faster_than_a_core() -> None:
+    entries = model().trainable / 8
+    offloaded = taken({"kind": "zero3", "offload_optimizer": "cpu"})
+    up, down = (4 * 4 + 2) * entries, (4 * 4 + 4) * entries
+    assert offloaded.offload == pytest.approx(up / 5.7e9 + down / 9.6e9, rel=1e-3)
+    slow_link = catalog.find_link("pcie3")
+    assert slow_link is not None
+    slow = replace(cluster(), host_link=slow_link)
+    assert taken({"kind": "zero3", "offload_optimizer": "cpu"}, slow).offload == pytest.approx(
+        max(2 * up / (0.8 * 15.75e9), up / 5.7e9) + max(2 * down / (0.8 * 15.75e9), down / 9.6e9),
+        rel=1e-3,
+    )
+
+
+def test_sums_of_gradients_that_stay_on_the_device_are_copied_once() -> None:
+    """DeepSpeed's stage 2 keeps fp32 sums on the device, and bf16 sums of whole weights on the host."""
+    entries = model().trainable / 8
+    bf16 = {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}}
+    fp32_sums, bf16_sums = (
+        taken({"kind": "zero2", "offload_optimizer": PINNED, "options": options}).offload
+        for options in ({}, bf16)
+    )
+    assert fp32_sums == pytest.approx(2 * (4 + 2) * entries / (0.8 * 63e9), rel=0.01)
+    assert bf16_sums > fp32_sums + 2 * 4 * 2 * 2 * entries / (0.8 * 63e9)
+    once = taken(
+        {"kind": "zero2", "offload_optimizer": PINNED, "options": bf16}, accumulation=1
+    ).offload
+    assert once == pytest.approx(fp32_sums, rel=0.01), "nothing to add up"
+
+
+def test_weights_on_the_host_come_for_each_gathering() -> None:
+    """And none goes to the device after the step."""
+    offloaded = {"offload_optimizer": PINNED, "offload_parameters": PINNED}
+    one, two = (
+        taken({"kind": "zero3", **offloaded}, accumulation=number).offload for number in (1, 2)
+    )
+    # Each more micro-batch: gradients both ways, and weights for forward at least.
+    entries = model().trainable / 8
+    assert two - one > 2 * (8 + 2) * entries / (0.8 * 63e9) * 0.99
 
 
 def test_offloading_and_several_kernels_take_longer() -> None:

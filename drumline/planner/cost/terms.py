@@ -159,13 +159,14 @@ class Copied(NamedTuple):
     """Bytes that a step transfers between device and host.
 
     `up`: to the device. `down`: to the host. `stored`: read from a disk, and as many written to it.
-    `hidden`: transfers overlap with computing.
+    `hidden`: transfers overlap with computing. `is_pinned`: the host's memory is page-locked.
     """
 
     up: float
     down: float
     stored: float = 0.0
     hidden: bool = False
+    is_pinned: bool = True
 
 
 class Flow(NamedTuple):

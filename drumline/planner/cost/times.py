@@ -237,10 +237,11 @@ def _activation_offload(
     moved = offloaded_bytes(layout, facts, as_pinned=False)
     if not moved:
         return 0.0
-    moved *= layout.batch.accumulation * _devices_per_link(layout, cluster)
+    moved *= layout.batch.accumulation
+    devices = _devices_per_link(layout, cluster)
     # Forward sends activations to the host, and backward brings them back.
-    seconds_down = cluster.host_seconds("to_host", moved)
-    seconds_up = cluster.host_seconds("to_device", moved)
+    seconds_down = cluster.host_seconds("to_host", moved, devices)
+    seconds_up = cluster.host_seconds("to_device", moved, devices)
     exposed_down = max(0.0, seconds_down - compute.forward)
     exposed_up = max(0.0, seconds_up - compute.backward)
     return exposed_down + exposed_up
@@ -396,9 +397,9 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
     else:
         stored_facts = as_stored(layout, facts)
         copied = cost_of(strategy).copied(layout, stored_facts, trainable)
-    up = cluster.host_seconds("to_device", copied.up)
-    down = cluster.host_seconds("to_host", copied.down)
-    copies = (up + down) * _devices_per_link(layout, cluster)
+    devices = _devices_per_link(layout, cluster)
+    copies = cluster.host_seconds("to_device", copied.up, devices, copied.is_pinned)
+    copies += cluster.host_seconds("to_host", copied.down, devices, copied.is_pinned)
     if copied.hidden:
         return UpdateSeconds(step, max(0.0, copies - busy))
     stored = copied.stored * ranks_on_host

@@ -37,6 +37,7 @@ from drumline.planner.cost.terms import (
     Copied,
     State,
     compute_mode_of,
+    entry_bytes,
     step_buffer_bytes,
 )
 from drumline.planner.strategies.base import Space, StrategyCost, parallelism_combinations
@@ -302,13 +303,16 @@ class FSDP2Cost(StrategyCost[FSDP2Strategy]):
         """Return what offloading copies: weights come up for each gathering, gradients go down."""
         mesh = layout.mesh
         micro_batches = layout.batch.accumulation
-        all_bytes = FP32_BYTES * facts.trainable + PRECISION_BYTES[layout.precision] * facts.frozen
+        bytes_per_entry = entry_bytes(layout)
+        all_bytes = (
+            bytes_per_entry * facts.trainable + PRECISION_BYTES[layout.precision] * facts.frozen
+        )
         parts = mesh.tp * mesh.pp * self.strategy.shards(mesh)
         up = all_bytes / parts * micro_batches
         if self.strategy.reshards:
             # Once more for backward.
             up *= 2
-        down = FP32_BYTES * trainable
+        down = bytes_per_entry * trainable
         if self.strategy.sync_each_micro_batch:
             down *= micro_batches
         return Copied(up, down, hidden=True)

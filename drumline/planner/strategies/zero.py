@@ -534,14 +534,8 @@ class ZeroCost(StrategyCost[Zero]):
         ranks = layout.mesh.shard
         micro_batches = layout.batch.accumulation
         bytes_per_entry = PRECISION_BYTES[layout.precision]
-        threshold = _stage_3_entries(options, "param_persistence_threshold", PERSISTENT)
-        reuse = _stage_3_entries(options, "max_reuse_distance", REUSE)
         prefetched = _stage_3_entries(options, "prefetch_bucket_size", 1)
-        live = 0
-        if prefetched:
-            live = _stage_3_entries(options, "max_live_parameters", LIVE)
-        is_recomputed = layout.activation_checkpointing != "none"
-        parts = _parts_of_rank(facts, ranks, threshold, reuse, live, is_recomputed)
+        parts = self._stage_3_parts(layout, facts, options)
         calls = micro_batches * max(1, len(facts.block_weights))
         plus: ZeroPlusPlus = getattr(self.strategy, "zeropp", ZeroPlusPlus())
         # Bytes of an entry of a weight on its way.
@@ -577,21 +571,70 @@ class ZeroCost(StrategyCost[Zero]):
     def copied(self, layout: Layout, facts: ModelFacts, trainable: float) -> Copied:
         """Return the bytes that offloading copies in a step, which waits for each copy.
 
-        Gradients go to the host after each micro-batch, weights come to the device after the step;
-        those of stage 3 on the host come for each micro-batch too.
+        - Gradients go to the host in fp32 with the last micro-batch, besides `_accumulated_copies`.
+        - Weights come to the device after the step. If they stay on the host (stage 3), each gathering
+          begins with a copy of the rank's part.
         """
-        micro_batches = layout.batch.accumulation
         bytes_per_entry = PRECISION_BYTES[layout.precision]
         optimizer, parameters = self.strategy.offloads()
-        up = bytes_per_entry * trainable
-        if parameters != "none":
-            up += bytes_per_entry * facts.parameters / layout.mesh.shard * micro_batches
-        down = FP32_BYTES * trainable * micro_batches
+        up = self._accumulated_copies(layout, facts, trainable)
+        down = up + FP32_BYTES * trainable
+        if parameters == "none":
+            up += bytes_per_entry * trainable
+        else:
+            parts = self._stage_3_parts(layout, facts, self._user_options(facts))
+            gathered = parts["gathered"] + parts["again"]
+            up += bytes_per_entry * gathered * layout.batch.accumulation
         stored = 0.0
         if optimizer == "nvme":
             # fp32 weights and moments are read and written back.
             stored = ADAMW_BYTES * trainable
-        return Copied(up, down, stored)
+        return Copied(up, down, stored, is_pinned=self._is_pinned())
+
+    def _accumulated_copies(self, layout: Layout, facts: ModelFacts, trainable: float) -> float:
+        """Return the bytes of gradients that a step copies each way to add them up.
+
+        The sum lies on the host between micro-batches. The device adds to it, so it comes to the device
+        and goes back, in the type in which it is kept:
+
+        - Stage 3 does so in each micro-batch, with the rank's parts (`partition_grads`).
+        - Stages 1 and 2 keep sums of another type than the weights on the device. Other sums are those
+          of whole weights, and none is copied if there is one micro-batch
+          (`async_accumulate_grad_in_cpu_via_gpu`).
+        """
+        micro_batches = layout.batch.accumulation
+        kept = self._gradient_bytes(layout, facts).accumulated
+        if self.strategy.stage == 3:
+            return kept * trainable * micro_batches
+        is_on_device = kept == FP32_BYTES and layout.precision != "fp32"
+        if is_on_device or micro_batches == 1:
+            return 0.0
+        cut = partition(facts, layout.mesh.world_size, _has_two_groups(layout))
+        # Stage 1 reduces gradients in the last micro-batch alone.
+        rounds = micro_batches
+        if self.strategy.stage == 1:
+            rounds = 1
+        return float(kept * cut.touched * rounds)
+
+    def _is_pinned(self) -> bool:
+        """Return whether all that is offloaded lies in page-locked memory of the host."""
+        parameters = getattr(self.strategy, "offload_parameters", Offload())
+        offloads = [
+            each for each in (self.strategy.offload_optimizer, parameters) if each.kind != "none"
+        ]
+        return all(each.pin_memory for each in offloads)
+
+    def _stage_3_parts(
+        self, layout: Layout, facts: ModelFacts, options: dict[str, Any]
+    ) -> Counter[str]:
+        """Return the entries of a rank's parts of weights under stage 3: see `_parts_of_rank`."""
+        threshold = _stage_3_entries(options, "param_persistence_threshold", PERSISTENT)
+        reuse = _stage_3_entries(options, "max_reuse_distance", REUSE)
+        live = 0
+        if _stage_3_entries(options, "prefetch_bucket_size", 1):
+            live = _stage_3_entries(options, "max_live_parameters", LIVE)
+        is_recomputed = layout.activation_checkpointing != "none"
+        return _parts_of_rank(facts, layout.mesh.shard, threshold, reuse, live, is_recomputed)
 
 
 class Zero3Cost(ZeroCost):
