@@ -33,6 +33,39 @@ def sum_where(is_counted: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.where(is_counted, values, 0.0).sum()
 
 
+def compare_with_sampler(log_probs_BT: torch.Tensor, batch: EpisodeBatch) -> Sums:
+    """Return sums over tokens of how far the policy is from what sampled the completions.
+
+    They are those of log π − log π_sampler. Left out are tokens that nothing is learned from, and those of
+    a row's own completion, which nobody has sampled.
+
+    `log_probs_BT`: log π, at the temperature of the sampling.
+    """
+    log_ratio_BT = log_probs_BT - batch.sampler_log_probs_BT
+    is_learned_BT = (batch.targets_BT != IGNORE) & (batch.weights_BT > 0)
+    counts_BT = is_learned_BT & ~batch.sampler_log_probs_BT.isnan()
+    log_ratio_BT = torch.where(counts_BT, log_ratio_BT, 0.0)
+    return {
+        "sampler_log_ratio": log_ratio_BT.sum(),
+        "max_sampler_log_ratio": log_ratio_BT.abs().amax(),
+        "sampled_tokens": counts_BT.sum(),
+    }
+
+
+def sampler_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Return the metrics of the sums of `compare_with_sampler`; none if the sums are not there.
+
+    `sampler_log_ratio` is the mean over tokens, and `sampler_log_ratio_max` the largest absolute value,
+    both in nats.
+    """
+    if "sampled_tokens" not in sums:
+        return {}
+    return {
+        "sampler_log_ratio": sums["sampler_log_ratio"] / max(1.0, sums["sampled_tokens"]),
+        "sampler_log_ratio_max": sums["max_sampler_log_ratio"],
+    }
+
+
 def divergence(
     log_probs: torch.Tensor, reference: torch.Tensor, estimator: Literal["k1", "k2", "k3"]
 ) -> torch.Tensor:
@@ -132,7 +165,8 @@ class PolicyGradient(Algorithm):
         sums |= self._policy_sums(
             loss_sum, log_ratio_BT, token_loss.is_clipped_BT, entropy_BT, batch
         )
-        sums |= self._sampler_sums(old_BT, batch)
+        # Before the policy has learned from these completions.
+        sums |= compare_with_sampler(old_BT, batch)
         if spec.entropy_weight:
             entropy_sum = (entropy_BT * weights_BT).sum()
             loss_sum = loss_sum - spec.entropy_weight * entropy_sum
@@ -176,19 +210,6 @@ class PolicyGradient(Algorithm):
             "approx_kl": sum_where(counts_BT, approx_kl_BT),
         }
 
-    def _sampler_sums(self, old_BT: torch.Tensor, batch: EpisodeBatch) -> Sums:
-        """Return sums over tokens of how far the sampler is from the policy that it sampled for.
-
-        `old_BT`: log π_old. The log-ratio is log π_old − log π_sampler.
-        """
-        is_token_BT = batch.targets_BT != IGNORE
-        counts_BT = is_token_BT & (batch.weights_BT > 0)
-        log_ratio_BT = torch.where(counts_BT, old_BT - batch.sampler_log_probs_BT, 0.0)
-        return {
-            "sampler_log_ratio": log_ratio_BT.sum(),
-            "max_sampler_log_ratio": log_ratio_BT.abs().amax(),
-        }
-
     def surrogate(
         self,
         log_ratio_BT: torch.Tensor,
@@ -224,8 +245,7 @@ class PolicyGradient(Algorithm):
             "clip_fraction": sums["clipped"] / tokens,
             "entropy": sums["entropy"] / tokens,
             "approx_kl": sums["approx_kl"] / tokens,
-            "sampler_log_ratio": sums["sampler_log_ratio"] / tokens,
-            "sampler_log_ratio_max": sums["max_sampler_log_ratio"],
+            **sampler_metrics(sums),
         }
         if "kl" in sums:
             metrics["kl"] = sums["kl"] / tokens

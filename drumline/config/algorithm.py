@@ -709,6 +709,15 @@ class SamplingSpec(ChunkedSpec):
         return self.has_reference
 
     @property
+    def compares_with_sampler(self) -> bool:
+        """Whether steps measure how far the policy is from what sampled the completions.
+
+        A loss that does not need the policy's log-probs of the sampled tokens computes them for this alone. So
+        it is not done where the policy itself samples, or a copy of it that each hand-over checks.
+        """
+        return self.lookahead > 0 or self.generator.kind != "hf"
+
+    @property
     def loss_temperature(self) -> float:
         """The temperature of the log-probabilities that the loss reads: that of the sampling."""
         return self.generator.temperature

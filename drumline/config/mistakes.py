@@ -540,6 +540,14 @@ SYNONYMS = split_synonyms(
         "num_processes nproc_per_node num_gpus devices": "launch.nproc",
         "distributed parallelism": "strategy",
         "type": "kind",
+        "rollout rollouts": "algorithm.generator",
+        "fleet servers": "algorithm.generator.url",
+        "tools": "algorithm.environment.functions",
+        "reward_funcs reward_functions": "algorithm.rewards",
+        "num_generations": "algorithm.group_size",
+        "max_completion_length": "algorithm.generator.max_new_tokens",
+        "teacher_model_name_or_path teacher_model": "algorithm.teacher",
+        "lmbda": "algorithm.on_policy_share",
     }
 )
 

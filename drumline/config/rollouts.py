@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from drumline.config.model import Model
 from drumline.config.section import (
@@ -275,6 +275,16 @@ class ServerGenerator(_Generator):
     def urls(self) -> tuple[str, ...]:
         """The addresses of the servers; empty without any."""
         return list_urls(self.url)
+
+    @field_validator("transport", mode="before")
+    @classmethod
+    def _name_the_network(cls, transport: Any) -> Any:
+        """Refuse the names of what other tools send weights by."""
+        if transport in ("nccl", "gloo", "http"):
+            raise ValueError(
+                f"there is no transport by the name {transport}: write network, which sends weights over HTTP, from and to GPUs, too"
+            )
+        return transport
 
     @model_validator(mode="after")
     def _check_servers(self) -> ServerGenerator:

@@ -674,7 +674,8 @@ class Episodes:
             them may be those of an environment. Of a row's own completion: its targets.
         log_probs_NM: log-probabilities of the tokens under the policy that sampled them, computed
             by the engine.
-        sampler_log_probs_NM: the same log-probabilities, computed by the generator.
+        sampler_log_probs_NM: the same log-probabilities, computed by the generator; NaN for a row's own
+            completion.
         reference_log_probs_NM: log-probabilities under the reference model.
         values_NM: predictions of the value model.
         advantages_NM: advantages.

@@ -1155,7 +1155,8 @@ def _row_sample(cache: TokenCache, prompt_id: int) -> Sample:
     stop = int(targets[-1]) + 1
     completion = RowCompletion(
         tokens=tokens[start:stop].tolist(),
-        log_probs=[0.0] * (stop - start),
+        # Nobody has sampled them.
+        log_probs=[math.nan] * (stop - start),
         ended=True,
         learned=[bool(flag) for flag in learn[start:stop]],
     )

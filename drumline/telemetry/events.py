@@ -244,8 +244,9 @@ class Rollout(Event, kind="rollout"):
     `metrics` are reward/DOMAIN, and those of the KL penalty. With an environment also the means of
     `turns`, `tool_calls` and `tool_errors` over the episodes. If the policy's log-probs were computed
     before the first step, also `sampler_log_ratio`, the mean of log π/π_sampler over all sampled tokens
-    in nats, and `sampler_log_ratio_max`, its largest absolute value. The events of steps always have
-    both.
+    in nats, and `sampler_log_ratio_max`, its largest absolute value. The events of the steps of grpo and
+    ppo always have both. Those of gkd and online_dpo have them with `ahead` and if anything but hf
+    samples; π is then the policy at that step.
     """
 
     step: int  # number of optimizer steps once all that train on this rollout are done

@@ -39,7 +39,10 @@ OUTPUT_BYTES = 2**16
 # Of linux/sched.h and linux/prctl.h.
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
+CLONE_NEWPID = 0x20000000
 PR_SET_PDEATHSIG = 1
+# What an exit code has above the number of a signal, as shells have it.
+KILLED = 128
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -102,20 +105,25 @@ def run_python(code: str) -> str:
         finally:
             end_session(process)
         text = printed.read_text(errors="replace").strip()
-    if process.returncode < 0:
-        return f"{text}\nerror: killed by {signal.Signals(-process.returncode).name}".strip()
+    number = process.returncode - KILLED
+    if number in signal.valid_signals():
+        return f"{text}\nerror: killed by {signal.Signals(number).name}".strip()
     return text or "(nothing was printed)"
 
 
 def isolate() -> None:
-    """Take network, memory and time from this process, which then becomes the program.
+    """Take network, memory and time from this process, and return in the one that becomes the program.
 
-    It can still read the files that its user can read.
+    That is a grandchild of this process. Between the two is the first process of a namespace: as it ends,
+    Linux kills all that the program has started. The program can still read the files that its user can
+    read, and each of its processes has the limit of memory for itself.
     """
-    if LIBC.unshare(CLONE_NEWUSER | CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), "the network cannot be taken away")
     # It ends with the process that called the tool, whatever ends that.
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if LIBC.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWPID):
+        raise OSError(ctypes.get_errno(), "the network cannot be taken away")
+    fork_and_wait()
+    fork_and_wait()
     limits = {
         resource.RLIMIT_AS: MEMORY_BYTES,
         resource.RLIMIT_CPU: SECONDS,
@@ -124,6 +132,20 @@ def isolate() -> None:
     }
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
+
+
+def fork_and_wait() -> None:
+    """Fork, and return in the child. This process waits for it, and ends as it ends."""
+    child = os.fork()
+    if child == 0:
+        # A child does not inherit this.
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        return
+    # `Popen` waits until the program alone has its pipe.
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(KILLED - code if code < 0 else code)
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:

@@ -122,8 +122,9 @@ def slow_rewards(folder: Path, model: Path, options: dict[str, Any]) -> Path:
         {"minibatches": 2, "ahead": 3},
         {"minibatches": 2, "ahead": 3, "partial": True},
         {"minibatches": 4, **IN_TURNS},
+        {"minibatches": 4, "ahead": 1, **IN_TURNS},
     ],
-    ids=["one after another", "ahead", "far ahead", "in segments", "in turns"],
+    ids=["one after another", "ahead", "far ahead", "in segments", "in turns", "turns ahead"],
 )
 def test_killed_in_a_rollout_then_resumed(
     model: Path, tmp_path: Path, options: dict[str, Any]

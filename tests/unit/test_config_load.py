@@ -65,6 +65,31 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     (DATA + "LR: 3\n", [], ["did you mean 'optimizer.lr'?"]),
     (DATA + "seed: 3\n", [], ["did you mean 'run.seed' or "]),
     (DATA + "per_device_train_batch_size: 3\n", [], ["did you mean 'batch.micro_batch'?"]),
+    (
+        DATA + "rollout: {ahead: 1, fleet: ['http://gpu-7:8000']}\n",
+        [],
+        ["c.yaml:2: rollout", "did you mean 'algorithm.generator'?"],
+    ),
+    (
+        DATA + "algorithm: {kind: grpo, fleet: ['http://gpu-7:8000']}\n",
+        [],
+        ["algorithm.fleet", "did you mean 'algorithm.generator.url'?"],
+    ),
+    (
+        DATA + "algorithm: {kind: grpo, generator: {kind: vllm, fleet: ['http://gpu-7:8000']}}\n",
+        [],
+        ["algorithm.generator.fleet", "did you mean 'url'?"],
+    ),
+    (
+        DATA + "algorithm: {kind: grpo, tools: ['tools.py:multiply']}\n",
+        [],
+        ["algorithm.tools", "did you mean 'algorithm.environment.functions'?"],
+    ),
+    (
+        DATA + "algorithm: {kind: gkd, teacher: some/model, lmbda: 0.5}\n",
+        [],
+        ["did you mean 'on_policy_share'?"],
+    ),
     (DATA + "run: {max_steps: 3}\n", [], ["run.max_steps", "did you mean 'steps'?"]),
     (DATA + "run: {bf16: true}\n", [], ["did you mean 'precision' at the top, beside 'run'?"]),
     (DATA + "schedule: {type: cosine}\n", [], ["did you mean 'kind'?"]),

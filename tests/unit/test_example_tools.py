@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from drumline.rl.tools import load_tools
 from tests.harness import ROOT
+from tests.loopback import until
 
 FOLDER = ROOT / "examples" / "tools"
 pytestmark = [
@@ -47,8 +49,32 @@ def test_the_calculator_refuses(tools: dict[str, Any], expression: str) -> None:
         ("x = bytearray(2**30)", "MemoryError"),
         ("import time; time.sleep(60)", "error: it took more than 5 seconds"),
         ("import os; os.kill(os.getpid(), 11)", "error: killed by SIGSEGV"),
+        ("import sys; sys.exit(255)", "(nothing was printed)"),
         ("import os; print(dict(os.environ).get('HOME'))", "None"),
     ],
 )
 def test_a_program_has_limits(tools: dict[str, Any], code: str, result: str) -> None:
     assert result in tools["run_python"].call({"code": code})
+
+
+def test_nothing_that_a_program_starts_outlives_it(tools: dict[str, Any]) -> None:
+    code = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(3600)  # left-behind
+    os._exit(0)
+print("started")
+"""
+    assert tools["run_python"].call({"code": code}) == "started"
+    until(lambda: not is_running("left-behind"))
+
+
+def is_running(text: str) -> bool:
+    """Return whether the command line of any process has a text."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if text.encode() in path.read_bytes():
+                return True
+    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
@@ -137,6 +138,48 @@ def test_the_loss_is_the_divergence_at_the_sampled_tokens(
     assert means == {"loss": 0.5, "kl": 0.25}
     found.loss_sum.backward()
     assert student.model.norm.weight.grad.norm() > 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+def test_the_distance_of_the_sampler_is_measured_at_sampled_tokens(
+    folder: Path, temperature: float
+) -> None:
+    """Not at those of a row's own completion, which is the second one, and of an environment."""
+    student = read_model(folder / "model")
+    teacher = read_model(folder / "teacher")
+    url = "http://127.0.0.1:8000"
+    generator = {"kind": "vllm", "url": url, "temperature": temperature}
+    algorithm = OnPolicyDistillation(spec(loss_chunk=3, generator=generator))
+    made = episodes()
+    sampler_NM = torch.randn(made.mask_NM.shape, generator=torch.Generator().manual_seed(5))
+    sampler_NM[1] = torch.nan
+    made = replace(made, sampler_log_probs_NM=sampler_NM)
+    batch = collate_taught_episodes(made, [0, 1, 2, -1], PAD, None)
+    with torch.no_grad():
+        outputs = compute_outputs(teacher, batch, trunk_and_head(teacher))
+        taught = replace(batch, teacher=outputs.states(batch.targets_BT))
+    found = algorithm.objective(compute_outputs(student, taught, trunk_and_head(student)), taught)
+    figures = algorithm.step_metrics({name: float(value) for name, value in found.sums.items()})
+
+    differences = []
+    distributions = iter(learned_distributions(student, temperature))
+    for row, (completion, flags) in enumerate(zip(COMPLETIONS, SAMPLED, strict=True)):
+        for column, token in enumerate(completion):
+            if not flags[column]:
+                continue
+            probability = next(distributions)[token]
+            if row != 1:
+                differences.append(math.log(probability) - float(sampler_NM[row, column]))
+    assert len(differences) == 4
+    assert figures["sampler_log_ratio"] == pytest.approx(sum(differences) / 4, rel=1e-4)
+    largest = max(abs(difference) for difference in differences)
+    assert figures["sampler_log_ratio_max"] == pytest.approx(largest, rel=1e-4)
+
+
+def test_a_policy_that_samples_itself_is_not_compared() -> None:
+    assert not spec(generator={"kind": "hf"}).compares_with_sampler
+    assert spec(generator={"kind": "hf"}, ahead=1).compares_with_sampler
+    assert spec(generator={"kind": "continuous"}).compares_with_sampler
 
 
 def chosen(share: float, seed: int, positions: range) -> list[bool]:

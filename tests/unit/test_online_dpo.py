@@ -91,12 +91,12 @@ def episodes(reference: Any) -> Episodes:
     return weighted
 
 
-def token_log_probs(model: Any) -> list[torch.Tensor]:
+def token_log_probs(model: Any, temperature: float = 1.0) -> list[torch.Tensor]:
     """The log-probability of each token of each completion, computed row by row."""
     found = []
     for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
         logits = model(torch.tensor([[*prompt, *completion]])).logits[0]
-        log_probs = logits.log_softmax(-1)
+        log_probs = (logits / temperature).log_softmax(-1)
         start = len(prompt) - 1
         found.append(torch.stack([log_probs[start + i, t] for i, t in enumerate(completion)]))
     return found
@@ -168,6 +168,35 @@ def test_the_loss_is_that_of_a_plain_loop(folder: Path, loss: Any) -> None:
     margin = metrics["reward_chosen"] - metrics["reward_rejected"]
     assert metrics["margin"] == pytest.approx(margin)
     assert metrics["kl"] > 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+def test_the_distance_of_the_sampler_is_measured(folder: Path, temperature: float) -> None:
+    """At the tokens of pairs that were sampled, by probabilities at the temperature of the sampling."""
+    policy = read_model(folder / "model")
+    generator = {"kind": "vllm", "url": "http://127.0.0.1:8000", "temperature": temperature}
+    algorithm = spec(loss_chunk=3, generator=generator).build()
+    mesh = SimpleNamespace(data_ranks=1)
+    plan: Any = SimpleNamespace(mesh=mesh, batch=SimpleNamespace(rows_per_sample=2))
+    reader = EpisodeReader(plan, 0, True, "cpu", PAD, None)
+    made = episodes(read_model(folder / "reference"))
+    sampler_NM = torch.randn(made.mask_NM.shape, generator=torch.Generator().manual_seed(5))
+    made = replace(made, sampler_log_probs_NM=sampler_NM)
+    (batch,), _ = reader.micro_batches(made, [0, 1, 2, -1], 1, 4)
+    found = algorithm.objective(compute_outputs(policy, batch, trunk_and_head(policy)), batch)
+    figures = algorithm.step_metrics({name: float(value) for name, value in found.sums.items()})
+
+    differences = []
+    log_probs = token_log_probs(policy, temperature)
+    # The pair whose rewards are equal teaches nothing.
+    for row in (0, 1, 3, 4):
+        for column, is_sampled in enumerate(SAMPLED[row]):
+            if is_sampled:
+                log_prob = log_probs[row][column].item()
+                differences.append(log_prob - sampler_NM[row, column].item())
+    expected = torch.tensor(differences)
+    assert figures["sampler_log_ratio"] == pytest.approx(expected.mean().item(), rel=1e-4)
+    assert figures["sampler_log_ratio_max"] == pytest.approx(expected.abs().max().item(), rel=1e-4)
 
 
 def test_pairs_stay_together_however_they_are_dealt(folder: Path) -> None:

@@ -494,14 +494,35 @@ def test_a_lost_server_is_named_while_a_run_goes_on() -> None:
     assert "lost" not in told(START, rollout)[1]
 
 
+TURNS_AHEAD: dict[str, Any] = {
+    "ahead": 1,
+    "environment": {
+        "kind": "class",
+        "path": "tests.episodes:Vowels",
+        "turns": 3,
+        "max_tokens": 40,
+        "timeout_seconds": 60,
+    },
+    "rewards": [{"kind": "environment"}],
+}
+
+
 @pytest.mark.slow
-def test_a_run_goes_on_with_the_same_numbers_when_a_server_dies(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "generator"),
+    [({}, {}), (TURNS_AHEAD, {"stop": ["a", "e", "i"]})],
+    ids=["completions", "turns ahead"],
+)
+def test_a_run_goes_on_with_the_same_numbers_when_a_server_dies(
+    tmp_path: Path, algorithm: dict[str, Any], generator: dict[str, Any]
+) -> None:
     model = tiny_model_dir(tmp_path / "model")
 
     def train(name: str, servers: list[StubServer]) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        config = write_served_run(folder, model, [server.url for server in servers])
+        urls = [server.url for server in servers]
+        config = write_served_run(folder, model, urls, generator, algorithm)
         finished = drumline("train", config)
         assert finished.code == 0, finished.out + finished.err
         # Each step learns from a rollout of its own, and measures how far its sampler is.

@@ -378,6 +378,9 @@ def test_servers_read_the_adapter_alone(
 def test_keys_that_contradict_the_network_are_one_line() -> None:
     options = {"url": "http://a", **NETWORK}
 
+    for name in ("nccl", "gloo", "http"):
+        with pytest.raises(ValueError, match=f"by the name {name}: write network, which sends"):
+            c.VLLMGenerator.model_validate({"url": "http://127.0.0.1:8000", "transport": name})
     with pytest.raises(ValueError, match="writes no files: take folder or transport out"):
         c.VLLMGenerator(**options, folder="/shared")
 

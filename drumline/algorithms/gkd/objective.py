@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from drumline.algorithms.base import Algorithm, LossOut
 from drumline.algorithms.distill.objective import teacher_divergence
 from drumline.algorithms.gkd.spec import GKDConfig
-from drumline.algorithms.policy import KLController
+from drumline.algorithms.policy import KLController, compare_with_sampler, sampler_metrics
 
 
 class OnPolicyDistillation(Algorithm):
@@ -27,8 +29,19 @@ class OnPolicyDistillation(Algorithm):
         self.kl = KLController(0.0)
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
-        """Return the divergence summed over tokens, the sum of KL and the number of tokens."""
-        return LossOut(*teacher_divergence(self.spec, outputs, batch))
+        """Return the divergence summed over tokens, the sum of KL and the number of tokens.
+
+        If the spec says so, there are also sums of how far the model is from what sampled the completions.
+        """
+        loss_sum, sums = teacher_divergence(self.spec, outputs, batch)
+        if self.spec.compares_with_sampler:
+            temperature = self.spec.generator.temperature
+            with torch.no_grad():
+                log_probs_BT, _ = outputs.log_probs(
+                    batch.targets_BT, self.spec.loss_chunk, temperature
+                )
+            sums |= compare_with_sampler(log_probs_BT, batch)
+        return LossOut(loss_sum, sums)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Return the mean loss and KL of a token of held-out completions."""
@@ -36,5 +49,5 @@ class OnPolicyDistillation(Algorithm):
         return {"loss": sums["loss"] / tokens, "kl": sums["kl"] / tokens}
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the mean KL of a token of the step."""
-        return {"kl": sums["kl"] / max(1.0, sums["tokens"])}
+        """Return the mean KL of a token of the step, and how far the model is from the sampler."""
+        return {"kl": sums["kl"] / max(1.0, sums["tokens"]), **sampler_metrics(sums)}

@@ -18,7 +18,13 @@ from drumline.algorithms.base import LossOut
 from drumline.algorithms.online_dpo.spec import OnlineDPOConfig
 from drumline.algorithms.pair_losses import cross_entropy, hinge, squared_distance
 from drumline.algorithms.pairs import AnswerPairs, sides
-from drumline.algorithms.policy import KLController, divergence, sum_where
+from drumline.algorithms.policy import (
+    KLController,
+    compare_with_sampler,
+    divergence,
+    sampler_metrics,
+    sum_where,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +58,33 @@ class OnlineDPO(AnswerPairs):
             "kl": sum_where(is_learned_BT, kl_BT),
             "tokens": is_learned_BT.sum(),
         }
+        if self.spec.compares_with_sampler:
+            sums |= self._compare_with_sampler(log_probs_BT.detach(), outputs, batch)
         return LossOut(out.loss_sum, sums)
+
+    def _compare_with_sampler(
+        self, log_probs_BT: torch.Tensor, outputs: Any, batch: Any
+    ) -> dict[str, torch.Tensor]:
+        """Return sums of how far the policy is from what sampled the completions.
+
+        `log_probs_BT`: the policy's, at temperature 1.
+        """
+        temperature = self.spec.generator.temperature
+        if temperature != self.spec.loss_temperature:
+            with torch.no_grad():
+                log_probs_BT, _ = outputs.log_probs(batch.targets_BT, self.chunk, temperature)
+        return compare_with_sampler(log_probs_BT, batch)
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Return the number of pairs that the step learned from, and means over them.
 
         The means are those of `AnswerPairs`, and `kl`, the divergence from the reference in nats per
-        token of the pairs. Groups whose rewards are all equal, or not known, are no pairs.
+        token of the pairs. There may also be those of `sampler_metrics`. Groups whose rewards are all
+        equal, or not known, are no pairs.
         """
         kl = sums["kl"] / max(1.0, sums["tokens"])
-        return {"pairs": sums["pairs"], **super().step_metrics(sums), "kl": kl}
+        metrics = {"pairs": sums["pairs"], **super().step_metrics(sums), "kl": kl}
+        return {**metrics, **sampler_metrics(sums)}
 
 
 def pair_loss(difference_P: torch.Tensor, loss: str, beta: float) -> torch.Tensor:
