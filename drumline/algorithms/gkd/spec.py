@@ -127,7 +127,7 @@ class GKDConfig(SamplingSpec, TeachingSpec):
         """Return what the token cache depends on, here also whether samples keep their completion."""
         parts = super().cache_parts()
         if self.sampled_share < 1:
-            parts["keeps_completion"] = True
+            parts["keeps"] = ["completion", "what verifiers need"]
         return parts
 
     def segment_names(self, segments: int) -> list[str]:
