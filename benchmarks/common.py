@@ -97,6 +97,9 @@ def commit(root: Path = ROOT) -> str:
     """The commit that `root` is a work tree of, with `-dirty` after it where a tracked file differs; "unknown" outside a repository."""
     command = [
         "git",
+        # Without this git says nothing about a tree that another user owns, such as one in a container.
+        "-c",
+        f"safe.directory={root}",
         "-C",
         str(root),
         "describe",

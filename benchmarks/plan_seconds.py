@@ -34,6 +34,28 @@ CASES = {
             "batch.global_samples=1024",
         )
     ],
+    "1,024 devices, DeepSeek-V3": [
+        *(
+            "--model",
+            "deepseek-v3",
+            "--cluster",
+            "128x8xh100-80g",
+            "--length",
+            "4096",
+            "batch.global_samples=4096",
+        )
+    ],
+    "1,024 devices, Kimi K2": [
+        *(
+            "--model",
+            "kimi-k2",
+            "--cluster",
+            "128x8xh100-80g",
+            "--length",
+            "4096",
+            "batch.global_samples=4096",
+        )
+    ],
     "8 devices, a shape of one's own": [
         "model.shape={layers: 32, hidden: 4096, heads: 32, kv_heads: 8, intermediate: 14336, vocabulary: 128000}",
         *("--cluster", "8x4090", "--length", "4096"),

@@ -25,7 +25,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import common
-from benchmarks.planner_published import ROWS, predicted
+from benchmarks.planner_published import (
+    ROWS,
+    foundry_run,
+    foundry_subset,
+    foundry_table,
+    predicted,
+)
 from benchmarks.planner_runs import RUNS, TIMED, measure, timed
 
 EXACT = ("parameters", "gradients", "optimizer", "traffic")
@@ -90,8 +96,10 @@ def fitted_anew() -> dict[str, Any]:
     constants = fit.fit(fit.usable(rows))
     print("constants: " + ", ".join(f"{name} {value:.4g}" for name, value in constants.items()))
     fit.set_constants(constants)
-    report: dict[str, Any] = {"constants": constants}
-    for name, found in (("fitted", fit.seen(rows)), ("left out", list(fit.left_out(rows)))):
+    without: dict[str, dict[str, float]] = {}
+    report: dict[str, Any] = {"constants": constants, "constants without": without}
+    left_out = list(fit.left_out(rows, without))
+    for name, found in (("fitted", fit.seen(rows)), ("left out", left_out)):
         report[name] = fit.summary(found)
         report[name]["rows"] = {
             row.name: {kind: math.exp(-value) - 1 for kind, value in errors.items()}
@@ -99,7 +107,28 @@ def fitted_anew() -> dict[str, Any]:
         }
         print(f"\n{name}:", *fit.lines(report[name]), sep="\n")
     report["ranges"] = fit.ranges(report["left out"])
+    report["coverage"] = fit.coverage(left_out)
+    for group, kinds in report["coverage"].items():
+        said = [f"{kind} {inside} of {number}" for kind, (inside, number) in kinds.items()]
+        print(f"within the ranges of the other sources: {group}: {', '.join(said)}")
+    report["rest of llm-foundry"] = rest_of_llm_foundry(without["llm-foundry"])
     return report
+
+
+def rest_of_llm_foundry(without: dict[str, float]) -> dict[str, Any]:
+    """The median errors of speed of the rows of its table that no fit has: under the constants of now, and under those without its rows."""
+    from benchmarks import planner_fit as fit
+
+    table = foundry_table()
+    rest = [foundry_run(row) for row in table if row not in foundry_subset(table)]
+    kept = {name: getattr(fit.fitted, name) for name in without}
+    made: dict[str, Any] = {"rows": len(rest)}
+    for name, constants in (("fitted", kept), ("left out", without)):
+        fit.set_constants(constants)
+        made[name] = median(abs(math.exp(-fit.residuals(row)["speed"]) - 1) for row in rest)
+    fit.set_constants(kept)
+    print(f"rows of llm-foundry that no fit has: {made}")
+    return made
 
 
 def published(row: Any) -> dict[str, Any]:

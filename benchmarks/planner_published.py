@@ -7,15 +7,17 @@ prediction (its batch or its length), or that asks for what Drumline has not, sa
 
 from __future__ import annotations
 
+import csv
 import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from drumline.errors import PlanError
+from drumline.hardware.catalog import ATTENTION_REACHED_SLOW, DEVICES, REACHED_H100
 from drumline.planner.search.answer import Candidate, Question
 
 GiB = 2**30
@@ -24,7 +26,8 @@ GiB = 2**30
 MPT = {
     name: dict(zip(("layers", "hidden", "heads", "intermediate"), sizes, strict=True)) | {"vocabulary": 50368, "tied": True}
     for name, sizes in {"7B": (32, 4096, 32, 10923), "13B": (40, 5120, 40, 13653), "30B": (48, 7168, 64, 19115),
-                        "70B": (80, 8192, 64, 21845)}.items()
+                        "70B": (80, 8192, 64, 21845), "3B": (32, 2560, 20, 6827), "1B": (24, 2048, 16, 5461),
+                        "760M": (24, 1536, 12, 4096), "350M": (24, 1024, 16, 2731), "125M": (12, 768, 12, 2048)}.items()
 }  # fmt: skip
 # Qwen's first models, whose queries, keys and values have biases as Qwen2's have: hidden, intermediate, layers, heads.
 QWEN = {
@@ -34,7 +37,8 @@ QWEN = {
                         "72B": (8192, 24576, 80, 64)}.items()
 }  # fmt: skip
 SOURCES = {
-    "torchtitan": "torchtitan's performance notes",
+    "torchtitan": "torchtitan's performance notes (Llama 3.1 of December 2024, asynchronous TP of June 2025); its recipe of Llama 3 70B has"
+    " rows of 8,192 tokens",
     "llm-foundry": "MosaicML llm-foundry's throughput tables (fused kernels: a compiled model is the nearest)",
     "gist": "a public gist of DeepSpeed runs, LLaMA-7B on 8×A800-80, torch 2.2. Its GB are taken for 2^30, as DeepSpeed prints them: in"
     " 10^9 its ZeRO-2 run would hold less than weights, gradients and moments",
@@ -43,7 +47,13 @@ SOURCES = {
     "sequence": "a table of ZeRO with sequence parallelism, 8×A100-80",
     "single": "a report of one run",
     "automodel": "NeMo Automodel's performance summary, LoRA on one H100; whether it compiles is not said, nor its checkpointing",
+    "deepspeed": "DeepSpeed's reports of DeepCompile, June and August 2026: checkpointing is not said",
+    "ms-swift": "ms-swift's figures of Megatron, with the scripts that it has beside them (examples/megatron: fp8/benchmark.sh and"
+    " moe/qwen3_moe.sh): global batch 16, micro-batch 1, packed rows of 8,192 tokens, sequence parallelism",
+    "titan-hf": "torchtitan, March 2026, Hugging Face model",
 }
+# Groups of rows that say how a mixture of experts or parallelism besides data parallelism was predicted.
+PARALLEL, MIXTURE = "tp, cp or pp", "mixture"
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,8 +138,18 @@ QWEN_QLORA: dict[str, Any] = {"kind": "zero2", "options": {
     "zero_optimization": {"allgather_bucket_size": 200_000_000, "reduce_bucket_size": 200_000_000, "overlap_comm": True},
 }}  # fmt: skip
 H100, A800 = {"device": "h100-80g", "per_node": 8}, {"device": "a800-80g", "per_node": 8}
-# torchtitan's H100 have 96 GB of HBM2e at 2.4 TB/s (its page of performance figures).
-HBM2E: dict[str, float] = {"memory_bytes": int(95.0 * GiB), "bandwidth": 2.4e12}
+# torchtitan's H100 have 96 GB of HBM2e at 2.4 TB/s, and may take 500 W of the 700 W that an H100 is made for (its pages of figures). Power
+# is taken to grow with the square of the clock: it lies between the clock alone and, where the voltage follows, its third power.
+OF_FULL_CLOCK = (500 / 700) ** (1 / 2)
+HBM2E: dict[str, float] = {
+    "memory_bytes": int(95.0 * GiB),
+    "bandwidth": 2.4e12,
+    "efficiency": OF_FULL_CLOCK * REACHED_H100,
+    "attention": OF_FULL_CLOCK * ATTENTION_REACHED_SLOW,
+}
+# llm-foundry's attention was FlashAttention in Triton (its script's default when the rows were added). FlashAttention 2, to which the
+# catalog's rates belong, is 1.3 to 2.5 times as fast (Dao 2023, section 4): the geometric mean.
+TRITON_SECONDS = (1.3 * 2.5) ** (1 / 2)
 
 
 def _titan() -> Iterator[Published]:
@@ -167,25 +187,115 @@ def _titan() -> Iterator[Published]:
             ),
             device=HBM2E,
         )
+    yield from _titan_of_2025(compiled)
+
+
+def _titan_of_2025(compiled: dict[str, Any]) -> Iterator[Published]:
+    """With tensor and context parallelism, and in fp8."""
+    nodes = {**H100, "nodes": 32, "inter": "8x400Gb"}
+    name, more = "Llama-3-70B, 256×H100, FSDP 32 × TP 8", {**FULL, **compiled}
+    sections = _run("llama-3.1-70b", nodes, 8192, 16, **{**TITAN, "strategy": {"kind": "fsdp2", "tp": 8}, **more})  # fmt: skip
+    yield Published(
+        f"{name}, compiled", {"tokens_per_s": 597.0}, sections, group=PARALLEL, device=HBM2E
+    )
+    for kind, rate, without in (
+        ("asynchronous TP", 652, "Drumline has no asynchronous tensor parallelism"),
+        ("fp8", 810, "Drumline has no fp8 under tensor parallelism"),
+        ("fp8, asynchronous TP", 942, "Drumline has neither of the two"),
+    ):
+        yield Published(f"{name}, {kind}", {"tokens_per_s": float(rate)}, without=without, group=PARALLEL)  # fmt: skip
+    fp8 = {"precision": {"kind": "fp8", "scaling": "tensorwise"}}
+    measured = {"reserved": 84 * GiB, "tokens_per_s": 3890.0}
+    sections = _run("llama-3.1-8b", H100, 32768, 1, **TITAN, **more) | fp8
+    # Whether weights are gathered in fp8 is not said.
+    gathers = {"precision.gather": ["bf16", "fp8"]}
+    yield Published("Llama-3.1-8B, 8×H100, fp8, 32,768", measured, sections, gathers, device=HBM2E)
+    # Its context parallelism is torch's ring, which takes no mask for packed documents. Drumline has no fp8 under it. In bf16 the
+    # run would take a few percent longer: at this length the layers that fp8 speeds up are a tenth of it.
+    measured = {"reserved": 84 * GiB, "tokens_per_s": 548.0}
+    strategy = {"kind": "fsdp2", "cp": 8, "cp_method": "ring"}
+    sections = _run("llama-3.1-8b", H100, 262_144, 1, **{**TITAN, "strategy": strategy, **more})
+    sections["data"] = sections["data"] | {"packing": False}
+    sections["model"] = sections["model"] | {"config": {"max_position_embeddings": 262_144}}
+    yield Published("Llama-3.1-8B, 8×H100, CP 8, 262,144", measured, sections, group=PARALLEL, device=HBM2E)  # fmt: skip
+
+
+class FoundryRow(NamedTuple):
+    """A row of llm-foundry's table (benchmarks/llm_foundry.csv), in its words: `mixed` is the kind of mixed precision, under pure
+    gradients are reduced in bf16."""
+
+    model: str
+    length: int
+    device: str
+    devices: int
+    micro_batch: int
+    accumulation: int
+    precision: str
+    mixed: str
+    sharding: str
+    checkpointing: str
+    tokens_per_s: float
+
+
+def foundry_table() -> list[FoundryRow]:
+    """Return all 216 rows of llm-foundry's table."""
+    with (Path(__file__).parent / "llm_foundry.csv").open() as file:
+        return [
+            FoundryRow(
+                line["model"].upper(), int(line["length"]), line["device"], int(line["devices"]), int(line["micro_batch"]),
+                int(line["accumulation"]), line["precision"], line["mixed"], line["sharding"], line["checkpointing"],
+                float(line["tokens_per_s"]),
+            )
+            for line in csv.DictReader(file)
+        ]  # fmt: skip
+
+
+def foundry_subset(table: list[FoundryRow]) -> list[FoundryRow]:
+    """Return the rows to learn from: of each size × length × device × precision the one with the fewest devices, the first of those; and
+    the largest run of each, the 70B on 512 H100 and the 30B on 128 A100-40."""
+    chosen: dict[Any, FoundryRow] = {}
+    for row in sorted(table, key=lambda row: row.devices):
+        chosen.setdefault((row.model, row.length, row.device, row.precision), row)
+    large = [
+        row
+        for row in table
+        if (row.model, row.device, row.devices)
+        in (("70B", "h100-80g", 512), ("30B", "a100-40g", 128))
+    ]
+    return [*chosen.values(), *large]
+
+
+def foundry_run(row: FoundryRow) -> Published:
+    """Return a row of the table as a run."""
+    link = "8x400Gb" if row.device == "h100-80g" else "8x200Gb"
+    cluster: dict[str, Any] = {"device": row.device, "per_node": 8}
+    if row.devices > 8:
+        cluster |= {"nodes": row.devices // 8, "inter": link}
+    strategy: dict[str, Any] = {"kind": "fsdp2", "reshard_after_forward": row.sharding == "full"}
+    if row.mixed == "pure":
+        strategy["reduce_dtype"] = "bf16"
+    batch = {"micro_batch": row.micro_batch, "accumulation": row.accumulation}
+    more = {**FOUNDRY, "strategy": strategy, "memory": {"activation_checkpointing": row.checkpointing}}  # fmt: skip
+    sections = _run(MPT[row.model], cluster, row.length, batch, **more)
+    choices: dict[str, list[Any]] = {}
+    if row.precision == "fp8":
+        sections["precision"] = {"kind": "fp8"}
+        choices = {"precision.scaling": ["rowwise", "tensorwise"]}
+    name = f"{row.model}, {row.devices}×{row.device}, {row.length:,}, micro-batch {row.micro_batch}, {row.precision}"
+    attention = DEVICES[row.device].attention
+    assert attention is not None
+    return Published(
+        name,
+        {"tokens_per_s": row.tokens_per_s},
+        sections,
+        choices,
+        source="llm-foundry",
+        device={"attention": attention / TRITON_SECONDS},
+    )
 
 
 def _foundry() -> Iterator[Published]:
-    a100, nodes = {"device": "a100-80g", "per_node": 8}, {"nodes": 64, "inter": "8x400Gb"}
-    small = {"device": "a100-40g", "per_node": 8, "nodes": 16, "inter": "8x200Gb"}
-    # Of mixed precision PURE, gradients are reduced in bf16.
-    pure = {"strategy": {"kind": "fsdp2", "reduce_dtype": "bf16"}}
-    for name, size, cluster, micro, accumulation, rate, mfu, more in (
-        ("7B, 8×H100, FSDP, micro-batch 6", "7B", H100, 6, 1, 10_643, 0.464, {}),
-        ("13B, 8×A100-80, FSDP", "13B", a100, 2, 3, 2262, 0.596, {}),
-        ("70B, 512×H100, FSDP", "70B", H100 | nodes, 8, 1, 1007, 0.413, FULL),
-        ("30B, 128×A100-40, FSDP", "30B", small, 6, 1, 865, 0.523, FULL | pure),
-    ):
-        batch = {"micro_batch": micro, "accumulation": accumulation}
-        yield Published(
-            name,
-            {"tokens_per_s": float(rate), "mfu": mfu},
-            _run(MPT[size], cluster, 2048, batch, **{**FOUNDRY, **more}),
-        )
+    yield from map(foundry_run, foundry_subset(foundry_table()))
 
 
 def _gist() -> Iterator[Published]:
@@ -351,8 +461,56 @@ def _automodel() -> Iterator[Published]:
         )
 
 
+def _deepspeed() -> Iterator[Published]:
+    # Gradients add up in the type of the weights where nobody sets another one.
+    more = {"algorithm": PLAIN, "compile": {"enabled": True}}
+    sections = _run("qwen3-8b", H100, 4096, 1, strategy={"kind": "zero1", "options": STOCK}, **more)
+    measured = {"active": 39.4 * GiB, "seconds": 0.859}
+    kinds: dict[str, list[Any]] = {AC: ["none", "selective", "full"]}
+    yield Published("Qwen3-8B, 8×H100, ZeRO-1 with DeepCompile", measured, sections, kinds)
+    without = "Drumline does not compile under ZeRO-3"
+    yield Published(
+        "Qwen3-14B, 8×H200, ZeRO-3 with DeepCompile", {"seconds": 1.855}, without=without
+    )
+    without = (
+        "whether it computes blocks again is not published, on which it depends whether it runs"
+    )
+    yield Published("Qwen3-14B, 8×H200, ZeRO-3, out of memory", {}, without=without, oom=True)
+
+
+def _swift() -> Iterator[Published]:
+    # Megatron's optimizer states are cut over data parallel ranks, and neither weights nor fp32 gradients are: of what Drumline has under
+    # tensor parallelism, FSDP2 that keeps gathered weights takes as long. It holds less, so memory is not compared (60 GiB of the mixture,
+    # 39 GiB predicted). Selective recomputation computes what lies inside of attention again, of which its kernel keeps nothing anyway.
+    batch, kept = {"micro_batch": 1, "global_samples": 16}, {"reshard_after_forward": False}
+    algorithm = {"kind": "pretrain"}
+    h20 = {"device": "h20", "per_node": 8}
+    sections = _run("qwen3-14b", h20, 8192, batch, strategy={"kind": "fsdp2", "tp": 4, **kept}, algorithm=algorithm)  # fmt: skip
+    sections |= {"memory": {"activation_checkpointing": "none"}, "compile": {"enabled": True}}
+    yield Published("Qwen3-14B, 8×H20, TP 4", {"seconds": 13.0}, sections, group=PARALLEL)
+    without = "Drumline has no fp8 under tensor parallelism"
+    yield Published("Qwen3-14B, 8×H20, TP 4, fp8", {"seconds": 8.0}, without=without, group=PARALLEL)  # fmt: skip
+    # Its script has been published with TP 2 and with PP 2; of the two, the first stood beside the figure.
+    a800 = {"device": "a800-80g", "per_node": 8, "nodes": 2, "inter": "8x200Gb"}
+    strategy = {"kind": "fsdp2", "tp": 2, "ep": 8, **kept}
+    sections = _run("qwen3-30b-a3b", a800, 8192, batch, strategy=strategy, algorithm=algorithm, **FULL)  # fmt: skip
+    yield Published("Qwen3-30B-A3B, 16×A800, TP 2 × EP 8", {"seconds": 9.6}, sections, group=MIXTURE)  # fmt: skip
+    without = (
+        "each of its 6,144 experts is a module with layers of its own (transformers 4), gathered apart;"
+        " here the experts of a block are one weight"
+    )
+    yield Published("Qwen3-30B-A3B, 16×A800, ZeRO-3", {"seconds": 91.2}, without=without, group=MIXTURE)  # fmt: skip
+
+
+def _titan_hf() -> Iterator[Published]:
+    without = "its length, micro-batch and checkpointing are not published"
+    yield Published("Qwen3-30B-A3B, 8×H100, FSDP2", {"tokens_per_s": 2817.0}, without=without, group=MIXTURE)  # fmt: skip
+
+
 def _rows() -> Iterator[Published]:
-    makers = (_titan, _foundry, _gist, _qwen, _litgpt, _others, _single, _automodel)
+    makers = (
+        _titan, _foundry, _gist, _qwen, _litgpt, _others, _single, _automodel, _deepspeed, _swift, _titan_hf,
+    )  # fmt: skip
     for source, made in zip(SOURCES, makers, strict=True):
         yield from (replace(row, source=source) for row in made())
 

@@ -18,7 +18,7 @@ import sysconfig
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from io import BufferedReader, FileIO
@@ -52,6 +52,15 @@ _VAGUE_ERRORS = (
 )
 # A JSON text without these needs no further check.
 _SUSPECT = re.compile(r"\\u[dD][89a-fA-F]|\d{19}")
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of nested dictionaries and lists with `change` applied to all other values."""
+    if isinstance(value, dict):
+        return {key: map_leaves(inner, change) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [map_leaves(inner, change) for inner in value]
+    return change(value)
 
 
 def path_mistake(path: str) -> str | None:

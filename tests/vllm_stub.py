@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file
 
 from drumline.rl.generate import Sampler, StopRules
-from drumline.rl.vllm import PROTOCOL
+from drumline.rl.vllm import MOST_STOP_TEXTS, PROTOCOL
 from drumline_vllm.reading import read_tensors, write_files
 from tests.tiny import tiny_tokenizer
 
@@ -231,6 +231,9 @@ class StubServer(ThreadingHTTPServer):
     def answer_completion(self, body: dict[str, Any]) -> tuple[int, Any]:
         if body["model"] not in ("tiny", *self.adapters):
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+        if len(body.get("stop", ())) > MOST_STOP_TEXTS:
+            message = "List should have at most 4 items after validation, not 5"
+            return 400, {"error": {"message": message, "type": "BadRequestError", "code": 400}}
         asked = body.get("prompt_logprobs")
         if asked is not None and asked > self.most_log_probs:
             message = (

@@ -579,9 +579,9 @@ class SamplingSpec(ChunkedSpec):
                 f"environment.max_tokens {environment.max_tokens} has no room for a turn of"
                 f" generator.max_new_tokens {self.generator.max_new_tokens}"
             )
-        if environment is not None and self.lookahead:
+        if environment is not None and self.segments > 1:
             raise ValueError(
-                "ahead samples while this rollout is learned from, and all ranks meet after each turn of an environment: leave one out"
+                "partial continues completions of one turn, and an environment has several: take one of them out"
             )
         gives_rewards = environment is not None and environment.gives_rewards
         asks_for_rewards = any(reward.kind == "environment" for reward in self.rewards)

@@ -281,16 +281,18 @@ def _extension(base: type[S], kind: str) -> type[S]:
 
     Raises ConfigError if it cannot be imported, or is not derived from the kind's own spec.
     """
-    point = entry_points(f"extended_{base.group}")[kind]
-    package = package_of(point)
-    spec = run_user_code(point.load, f"the {base.noun} {kind!r} of {package}", package)
-    return _require_kind(_built_in(base)[kind], spec, kind, base.kind_key())
+    return _load_spec(_built_in(base)[kind], f"extended_{base.group}", kind)
 
 
 @cache
 def _spec_of_package(base: type[S], name: str) -> type[S]:
     """Return the spec that an installed package offers under a name."""
-    point = entry_points(base.group)[name]
+    return _load_spec(base, base.group, name)
+
+
+def _load_spec(base: type[S], group: str, name: str) -> type[S]:
+    """Return the spec of an entry point. Raises ConfigError if it is not derived from `base`."""
+    point = entry_points(group)[name]
     package = package_of(point)
     spec = run_user_code(point.load, f"the {base.noun} {name!r} of {package}", package)
     return _require_kind(base, spec, name, base.kind_key())

@@ -185,7 +185,9 @@ class _Generator(Section):
         64, gt=0, le=10**7, description="A completion is cut after this many tokens."
     )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        (), description="Texts that end a completion, besides the end-of-sequence token."
+        (),
+        description="Texts that end a completion, besides the end-of-sequence token. A vLLM server takes four of them: it samples on"
+        " after further ones, and what is behind them is dropped.",
     )
 
     @model_validator(mode="after")

@@ -59,7 +59,13 @@ from drumline.data.sql import read_sql
 from drumline.data.tasks import read_tasks
 from drumline.data.turns import ROLES, parse_arguments, read_weight
 from drumline.errors import DataError
-from drumline.foreign import expand_home, first_line, translate_exceptions, translate_number_errors
+from drumline.foreign import (
+    expand_home,
+    first_line,
+    map_leaves,
+    translate_exceptions,
+    translate_number_errors,
+)
 from drumline.system import mirror
 
 Tools = list[dict[str, Any]]
@@ -372,14 +378,15 @@ def _to_plain_columns(values: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _to_plain_value(value: Any) -> Any:
     """Return a value without numpy's and pandas' types, at any depth of lists and dictionaries."""
+    return map_leaves(value, _to_plain_leaf)
+
+
+def _to_plain_leaf(value: Any) -> Any:
+    """Return an array as a list, and a number of numpy or a missing value of pandas as Python's."""
     if isinstance(value, np.ndarray):
-        return [_to_plain_value(item) for item in value.tolist()]
+        return _to_plain_value(value.tolist())
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, dict):
-        return {key: _to_plain_value(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_to_plain_value(item) for item in value]
     # By its name: pandas need not be installed.
     if type(value).__name__ == "NAType":
         return None

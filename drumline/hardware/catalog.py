@@ -39,6 +39,10 @@ ATTENTION_REACHED_SLOW = 0.35
 # fast as it. The H20 and the 5090 are as new, but slower than an A100, and are taken to reach its
 # share.
 SLOW_ATTENTION = ("h100", "h200", "b200", "gb200", "mi300x")
+# Prefixes of the names of devices whose clock falls under load: matrix products alone reach the limit
+# of their power. Runs on H100 have shown it (cost.fitted.POWER_LIMITED); the others are taken to be
+# like it.
+POWER_LIMITED = ("h100", "h200", "b200", "gb200")
 # Prefixes of the names of devices that multiply in fp8.
 FP8 = ("h", "b200", "gb200", "l40s", "4090", "5090", "6000-ada", "mi300x")
 # Devices that have neither bf16 nor TF32.
@@ -86,13 +90,14 @@ def _gpu(
         source=source,
         efficiency=reached,
         attention=attention,
+        is_power_limited=name.startswith(POWER_LIMITED),
         intra=intra,
         host_link=host_link,
     )
 
 
-# A new device also needs its words in DRIVERS, and an entry in each of SLOW_ATTENTION, FP8,
-# WITHOUT_BF16, HOST_MEMORY, _WITH_MEMORY, _SAME and AMBIGUOUS that applies to it.
+# A new device also needs its words in DRIVERS, and an entry in each of SLOW_ATTENTION,
+# POWER_LIMITED, FP8, WITHOUT_BF16, HOST_MEMORY, _WITH_MEMORY, _SAME and AMBIGUOUS that applies to it.
 DEVICES: dict[str, DeviceSpec] = {
     spec.name: spec
     for spec in (

@@ -186,8 +186,10 @@ class DeviceSpec:
 
     `memory_bytes`: as torch reports it. `bandwidth`: bytes/s of this memory. `flops`: precision →
     dense FLOP/s by its datasheet. `efficiency`: the share of these that large matrix products
-    reach. `attention`: the share that the kernels of attention reach; None: the same. `intra`,
-    `host_link`: the catalog's names of its usual links, to other devices of a host and to the host.
+    reach. `attention`: the share that the kernels of attention reach; None: the same.
+    `is_power_limited`: in a long run its power limit lowers its clock below that of a short product.
+    `intra`, `host_link`: the catalog's names of its usual links, to other devices of a host and to
+    the host.
     """
 
     name: str
@@ -198,6 +200,7 @@ class DeviceSpec:
     source: str = ""
     efficiency: float = MATMUL_EFFICIENCY
     attention: float | None = None
+    is_power_limited: bool = False
     intra: str = "pcie4"
     host_link: str = "pcie4"
 

@@ -12,7 +12,7 @@ from drumline.config.config import Config
 from drumline.config.data import HubSource
 from drumline.config.load import changed_values
 from drumline.errors import ModelError
-from drumline.foreign import expand_home, read_object
+from drumline.foreign import expand_home, map_leaves, read_object
 from drumline.models.export import PROVENANCE
 from drumline.plan.explain import count, explain, strategy_name
 from drumline.plan.plan import DataPlan, Plan
@@ -322,10 +322,11 @@ def shorten_paths(value: Any) -> Any:
 
     Dictionaries and lists are searched. A text that is one path may have spaces in it.
     """
-    if isinstance(value, dict):
-        return {key: shorten_paths(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [shorten_paths(inner) for inner in value]
+    return map_leaves(value, _shorten_path)
+
+
+def _shorten_path(value: Any) -> Any:
+    """Return a text with each path of this machine cut to its last name; other values unchanged."""
     if not isinstance(value, str):
         return value
     start = LOCAL_FOLDER.match(value)

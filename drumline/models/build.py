@@ -124,6 +124,7 @@ def lay_out(
             built = _draw_whole_model(path, model, config, options, head.kind)
         else:
             built = _read_whole_model(pretrained, model, config, options, head, growth)
+    untie_unscaled_head(built)
     built = add_head(built, head.kind)
     built.config.use_cache = False
     return built.to(device), NothingToFill()
@@ -143,9 +144,7 @@ def _draw_whole_model(
         make = auto_class(config, head).from_config
         return make(config, **options, trust_remote_code=model.trust_remote_code)
 
-    drawn = call_loader(path or "model.config", model, build)
-    untie_unscaled_head(drawn)
-    return drawn
+    return call_loader(path or "model.config", model, build)
 
 
 def build_model(
@@ -239,7 +238,6 @@ def _read_whole_model(
     else:
         loader = auto_class(config, head.kind)
         built, lacking = _read_all(path, model, reading, loader)
-        untie_unscaled_head(built)
     if growth is not None and growth.changes_rows:
         grow_whole(built, growth)
     heads = extra_heads(built)

@@ -22,7 +22,6 @@ from drumline.models.losses import (
     LinearHead,
     VocabularyPart,
     cast_head,
-    fp16_scale,
     largest_logit,
     rows_in_chunk,
     scaled_logits,
@@ -209,12 +208,7 @@ class _LinearChoices(torch.autograd.Function):
                 grad = _grad_logits(
                     logits, log_probs_ML[here], grad_ML[here], ids_MK[here], ctx.part
                 )
-                # From logits / temperature to logits.
-                grad = grad.div_(ctx.temperature)
-                scale = None
-                if dtype == torch.float16:
-                    scale = fp16_scale(grad)
-                grads.add(rows, grad, hidden, weight, scale)
+                grads.add_scaled(rows, grad, hidden, weight, ctx.temperature)
         # The five options have no gradients.
         return (*grads.total_as(head, ctx.part), *[None] * 5)
 

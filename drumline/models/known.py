@@ -60,3 +60,19 @@ def read_rows(text: str) -> dict[str, Known]:
 def with_sizes(sizes: Sequence[int], **more: Any) -> dict[str, Any]:
     """Return values of a config: as many of SIZES as `sizes` has, and `more`."""
     return {**dict(zip(SIZES, sizes, strict=False)), **more}
+
+
+def language_model_with_tower(
+    model_type: str, text: dict[str, Any], vision: dict[str, Any], **both: Any
+) -> dict[str, Any]:
+    """Return values of the config of a language model with a vision tower.
+
+    `text`, `vision`: of its parts. `both`: those that its language model has, too, such as
+    `tie_word_embeddings`.
+    """
+    return {
+        "model_type": model_type,
+        **both,
+        "text_config": text | both,
+        "vision_config": vision,
+    }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from drumline.models.known import Known
+from drumline.models.known import Known, with_sizes
 
 # Types of models whose names have "base" as a size, as in bart-base.
 WITH_SIZE_BASE = ("bart", "bert", "t5", "xlm-roberta")
-# Width, width of the feed-forward part, layers and heads of encoders.
+# Sizes of encoders, in the order of `known.SIZES`.
 _BERT = {
     "small": (384, 1536, 12, 12),
     "base": (768, 3072, 12, 12),
@@ -20,15 +20,7 @@ _T5 = {
     "3b": (1024, 128, 16384, 24, 32),
     "11b": (1024, 128, 65536, 24, 128),
 }
-_GEMMA2_9B = {
-    "hidden_size": 3584,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 42,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-}
-# The values that an encoder's own names stand for, in the order of _BERT.
-_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_GEMMA2_9B = with_sizes((3584, 14336, 42, 16, 8))
 
 
 def encoder_models() -> dict[str, Known]:
@@ -101,8 +93,7 @@ def _text_encoders() -> dict[str, Known]:
 
 def _encoder(model_type: str, size: str) -> dict[str, object]:
     """Return the values of a BERT or an XLM-RoBERTa. `size`: a key of _BERT."""
-    values: dict[str, object] = {"model_type": model_type}
-    values |= dict(zip(_KEYS, _BERT[size], strict=True))
+    values = with_sizes(_BERT[size], model_type=model_type)
     if model_type == "xlm-roberta":
         values |= {"vocab_size": 250002, "type_vocab_size": 1, "max_position_embeddings": 514}
     return values

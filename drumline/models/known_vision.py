@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drumline.models.known import Known, with_sizes
+from drumline.models.known import Known, language_model_with_tower, with_sizes
 
 # Sizes of language models, in the order of `known.SIZES`.
 _QWEN25 = {
@@ -48,7 +48,6 @@ def vision_models() -> dict[str, Known]:
 
 def _qwen25_vl(size: str) -> Known:
     """Return a Qwen2.5-VL. `size`: a key of _QWEN25."""
-    ends = {"tie_word_embeddings": size == "3b"}
     text = with_sizes(
         _QWEN25[size],
         model_type="qwen2_5_vl_text",
@@ -62,12 +61,7 @@ def _qwen25_vl(size: str) -> Known:
         "num_heads": 16,
         "out_hidden_size": text["hidden_size"],
     }
-    values = {
-        "model_type": "qwen2_5_vl",
-        **ends,
-        "text_config": text | ends,
-        "vision_config": vision,
-    }
+    values = language_model_with_tower("qwen2_5_vl", text, vision, tie_word_embeddings=size == "3b")
     return Known(f"Qwen/Qwen2.5-VL-{size.upper()}-Instruct", values)
 
 
@@ -82,15 +76,10 @@ def _internvl(size: str) -> Known:
         head_dim=128,
         vocab_size=151936,
         max_position_embeddings=40960,
-        tie_word_embeddings=False,
     )
-    values = {
-        "model_type": "internvl",
-        "tie_word_embeddings": False,
-        "text_config": text,
-        # transformers' own defaults are the sizes of the tower.
-        "vision_config": {"attention_bias": True},
-    }
+    # transformers' own defaults are the sizes of the tower.
+    vision = {"attention_bias": True}
+    values = language_model_with_tower("internvl", text, vision, tie_word_embeddings=False)
     return Known(f"OpenGVLab/InternVL3_5-{size.upper()}-HF", values)
 
 
@@ -103,13 +92,8 @@ def _smolvlm(name: str, sizes: tuple[int, ...], vision: dict[str, Any], scale: i
     text = with_sizes(
         sizes, model_type="llama", head_dim=64, vocab_size=49280, max_position_embeddings=8192
     )
-    values = {
-        "model_type": "smolvlm",
-        "text_config": text,
-        "vision_config": vision,
-        "scale_factor": scale,
-    }
-    return Known(f"HuggingFaceTB/{name}", values)
+    values = language_model_with_tower("smolvlm", text, vision)
+    return Known(f"HuggingFaceTB/{name}", values | {"scale_factor": scale})
 
 
 def _llava_onevision(size: str, sizes: tuple[int, ...], vocabulary: int, tied: bool) -> Known:
@@ -117,7 +101,6 @@ def _llava_onevision(size: str, sizes: tuple[int, ...], vocabulary: int, tied: b
 
     `sizes`: of the language model, in the order of `known.SIZES`. `tied`: its head is the embedding.
     """
-    ends = {"tie_word_embeddings": tied}
     text = with_sizes(
         sizes, model_type="qwen2", vocab_size=vocabulary, max_position_embeddings=32768
     )
@@ -129,10 +112,5 @@ def _llava_onevision(size: str, sizes: tuple[int, ...], vocabulary: int, tied: b
         image_size=384,
         vision_use_head=False,
     )
-    values = {
-        "model_type": "llava_onevision",
-        **ends,
-        "text_config": text | ends,
-        "vision_config": vision,
-    }
+    values = language_model_with_tower("llava_onevision", text, vision, tie_word_embeddings=tied)
     return Known(f"llava-hf/llava-onevision-qwen2-{size}-ov-hf", values)

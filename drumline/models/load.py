@@ -414,6 +414,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         # mixture.
         experts = _Experts(0, 0)
     head_parameters = _head_parameters(model)
+    scans = scan_flops(model)
     embedding = find_base_layer(model.get_input_embeddings()).weight
     outside_blocks = counts["parameters"] - sum(counts["block_parameters"])
     only_in_head = [parameter for parameter in head_parameters if parameter is not embedding]
@@ -421,7 +422,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         **counts,
         **_cut_facts(model),
         name=str(text_config.model_type),
-        flops_per_token=float(products + scan_flops(model) + layers * attention_flops),
+        flops_per_token=float(products + scans + layers * attention_flops),
         vocab_size=int(text_config.vocab_size),
         max_positions=int(positions or 0) or None,
         layers=layers,
@@ -434,6 +435,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         embedding_parameters=outside_blocks - count_entries(only_in_head),
         head_parameters=count_entries(head_parameters),
         attention_flops=float(attention_flops),
+        scan_flops=scans,
         bidirectional=sees_later_tokens,
         first_position=position_of_first,
         vision_language=has_tower,

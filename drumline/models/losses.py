@@ -413,6 +413,20 @@ class HeadGradients:
         if self.weight is not None and grad.is_cuda:
             self._add_to_weight_on_gpu(self.weight, low, hidden, scale)
 
+    def add_scaled(
+        self, rows: Tensor, grad: Tensor, hidden: Tensor, weight: Tensor, temperature: float
+    ) -> None:
+        """Add the gradients from some rows as `add` does, with the scale that fp16 needs.
+
+        `grad`: the gradient of their logits / temperature. Its entries have no limit.
+        """
+        # From logits / temperature to logits.
+        grad = grad.div_(temperature)
+        scale = None
+        if hidden.dtype == torch.float16:
+            scale = _fp16_scale(grad)
+        self.add(rows, grad, hidden, weight, scale)
+
     def _add_to_weight_on_gpu(
         self, weight_VD: Tensor, low: Tensor, hidden: Tensor, scale: Any
     ) -> None:
@@ -616,12 +630,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 grad = _grad_logits(
                     log_p, grad_chosen, grad_entropy, entropy_N[rows], piece.column, piece.is_mine
                 )
-                # From logits / temperature to logits.
-                grad = grad.div_(ctx.temperature)
-                scale = None
-                if dtype == torch.float16:
-                    scale = fp16_scale(grad)
-                grads.add(rows, grad, hidden, weight, scale)
+                grads.add_scaled(rows, grad, hidden, weight, ctx.temperature)
         # Targets and the five options have no gradients.
         return (*grads.total_as(head, ctx.part), *[None] * 6)
 
@@ -692,7 +701,7 @@ def _grad_logits(
     return grad.scatter_add_(1, column, chosen)
 
 
-def fp16_scale(grad: Tensor) -> Tensor:
+def _fp16_scale(grad: Tensor) -> Tensor:
     """Return the power of two that brings the largest entry of a gradient near FP16_SCALE.
 
     It is a tensor, so that the host does not wait for the device.

@@ -14,7 +14,7 @@ from typing import Any
 from drumline.config.model import ModelConfig, ModelShape
 from drumline.errors import ModelError
 from drumline.models.classes import ENCODER_DECODERS
-from drumline.models.known import Known, read_rows, with_sizes
+from drumline.models.known import Known, language_model_with_tower, read_rows, with_sizes
 from drumline.models.known_encoders import WITH_SIZE_BASE, encoder_models
 from drumline.models.known_hybrids import hybrid_models
 from drumline.models.known_vision import vision_models
@@ -39,8 +39,7 @@ def _gemma3(name: str, *sizes: int, head_dim: int) -> Known:
         image_size=896,
         vision_use_head=False,
     )
-    values = {"model_type": "gemma3", "text_config": text, "vision_config": vision}
-    return Known(f"google/{name}-pt", values)
+    return Known(f"google/{name}-pt", language_model_with_tower("gemma3", text, vision))
 
 
 # The towers of Qwen3-VL and Qwen3.5, by their depth: width, width of the feed-forward part, heads.
@@ -61,19 +60,6 @@ def _qwen_tower(depth: int, out_hidden_size: int, **more: Any) -> dict[str, Any]
     }
 
 
-def _qwen_with_tower(
-    model_type: str, text: dict[str, Any], vision: dict[str, Any], tied: bool
-) -> dict[str, Any]:
-    """Return the config of a language model with a vision tower. `tied`: the head is the embedding."""
-    ends = {"tie_word_embeddings": tied}
-    return {
-        "model_type": model_type,
-        **ends,
-        "text_config": text | ends,
-        "vision_config": vision,
-    }
-
-
 def _qwen3_vl(name: str, *sizes: int, small: bool) -> Known:
     """Return a Qwen3-VL.
 
@@ -89,7 +75,8 @@ def _qwen3_vl(name: str, *sizes: int, small: bool) -> Known:
     )
     vision = _qwen_tower(24 if small else 27, sizes[0], model_type="qwen3_vl")
     vision["deepstack_visual_indexes"] = [5, 11, 17] if small else [8, 16, 24]
-    return Known(name, _qwen_with_tower("qwen3_vl", text, vision, tied=small))
+    values = language_model_with_tower("qwen3_vl", text, vision, tie_word_embeddings=small)
+    return Known(name, values)
 
 
 def _qwen3_vl_moe(name: str, *sizes: int) -> Known:
@@ -108,7 +95,8 @@ def _qwen3_vl_moe(name: str, *sizes: int) -> Known:
     text |= {"moe_intermediate_size": expert, "num_experts": 128, "num_experts_per_tok": 8}
     vision = _qwen_tower(27, dense[0], model_type="qwen3_vl_moe")
     vision["deepstack_visual_indexes"] = [8, 16, 24]
-    return Known(name, _qwen_with_tower("qwen3_vl_moe", text, vision, tied=False))
+    values = language_model_with_tower("qwen3_vl_moe", text, vision, tie_word_embeddings=False)
+    return Known(name, values)
 
 
 def _qwen35(name: str, text: dict[str, Any], value_heads: int, tower: int, tied: bool) -> Known:
@@ -129,7 +117,8 @@ def _qwen35(name: str, text: dict[str, Any], value_heads: int, tower: int, tied:
         "max_position_embeddings": 262144,
     }
     vision = _qwen_tower(tower, text["hidden_size"])
-    return Known(f"Qwen/{name}", _qwen_with_tower(kind, common | text, vision, tied))
+    values = language_model_with_tower(kind, common | text, vision, tie_word_embeddings=tied)
+    return Known(f"Qwen/{name}", values)
 
 
 def _qwen35_moe(name: str, *sizes: int, experts: int, per_token: int, value_heads: int) -> Known:
@@ -160,33 +149,17 @@ def _gemma4(name: str, *sizes: int, global_kv_heads: int, experts: int = 0) -> K
     """
     text = with_sizes(
         sizes,
-        model_type="gemma4_text",
-        head_dim=256,
-        vocab_size=262144,
         max_position_embeddings=262144,
         sliding_window=1024,
         hidden_size_per_layer_input=0,
         attention_k_eq_v=True,
         num_global_key_value_heads=global_kv_heads,
-        final_logit_softcapping=30.0,
     )
     if experts:
         text |= {"enable_moe_block": True, "num_experts": experts}
         text |= {"top_k_experts": 8, "moe_intermediate_size": 704}
-    vision = with_sizes(
-        (1152, 4304, 27, 16, 16),
-        model_type="gemma4_vision",
-        head_dim=72,
-        patch_size=16,
-        standardize=True,
-    )
-    values = {
-        "model_type": "gemma4",
-        "text_config": text,
-        "vision_config": vision,
-        "audio_config": None,
-    }
-    return Known(f"google/{name}", values)
+    vision = with_sizes((1152, 4304, 27, 16, 16), head_dim=72, patch_size=16, standardize=True)
+    return _gemma4_with_towers(name, text, vision, audio=None)
 
 
 def _gemma4_small(
@@ -204,24 +177,33 @@ def _gemma4_small(
         layer_types[index] = "full_attention"
     text = with_sizes(
         sizes,
-        model_type="gemma4_text",
-        head_dim=256,
-        vocab_size=262144,
         max_position_embeddings=131072,
         sliding_window=512,
         layer_types=layer_types,
         num_kv_shared_layers=shared,
         use_double_wide_mlp=is_double_wide,
-        final_logit_softcapping=30.0,
     )
-    values = {
-        "model_type": "gemma4",
-        "text_config": text,
-        # transformers' own defaults are the sizes of both towers.
-        "vision_config": {"model_type": "gemma4_vision"},
-        "audio_config": {"model_type": "gemma4_audio"},
+    # transformers' own defaults are the sizes of both towers.
+    return _gemma4_with_towers(name, text, vision={}, audio={"model_type": "gemma4_audio"})
+
+
+def _gemma4_with_towers(
+    name: str, text: dict[str, Any], vision: dict[str, Any], audio: dict[str, Any] | None
+) -> Known:
+    """Return a Gemma 4.
+
+    `text`, `vision`, `audio`: values of its parts, without those that all sizes share.
+    """
+    common = {
+        "model_type": "gemma4_text",
+        "head_dim": 256,
+        "vocab_size": 262144,
+        "final_logit_softcapping": 30.0,
     }
-    return Known(f"google/{name}", values)
+    values = language_model_with_tower(
+        "gemma4", common | text, {"model_type": "gemma4_vision"} | vision
+    )
+    return Known(f"google/{name}", values | {"audio_config": audio})
 
 
 def _mistral3(name: str, text_type: str, *sizes: int, positions: int, tied: bool = False) -> Known:
@@ -236,7 +218,6 @@ def _mistral3(name: str, text_type: str, *sizes: int, positions: int, tied: bool
         vocab_size=131072,
         max_position_embeddings=positions,
         sliding_window=None,
-        tie_word_embeddings=tied,
     )
     vision = with_sizes(
         (1024, 4096, 24, 16),
@@ -244,12 +225,7 @@ def _mistral3(name: str, text_type: str, *sizes: int, positions: int, tied: bool
         patch_size=14,
         image_size=1540,
     )
-    values = {
-        "model_type": "mistral3",
-        "tie_word_embeddings": tied,
-        "text_config": text,
-        "vision_config": vision,
-    }
+    values = language_model_with_tower("mistral3", text, vision, tie_word_embeddings=tied)
     return Known(f"mistralai/{name}", values)
 
 
@@ -289,8 +265,7 @@ def _llama4(name: str, experts: int, each: int, positions: int) -> Known:
         (1408, 5632, 34, 16), model_type="llama4_vision_model", image_size=336, patch_size=14
     )
     vision |= {"vision_output_dim": 4096, "projector_input_dim": 4096, "projector_output_dim": 4096}
-    values = {"model_type": "llama4", "text_config": text, "vision_config": vision}
-    return Known(f"meta-llama/{name}", values)
+    return Known(f"meta-llama/{name}", language_model_with_tower("llama4", text, vision))
 
 
 # In the order of SIZES.

@@ -24,7 +24,6 @@ from drumline.models.losses import (
     LinearHead,
     VocabularyPart,
     cast_head,
-    fp16_scale,
     largest_logit,
     rows_in_chunk,
     save_gradients,
@@ -213,13 +212,8 @@ class _StatesDivergence(torch.autograd.Function):
                     continue
                 loss, grad = comparison.divergence.loss_and_gradient(student, taught, total)
                 loss_sum += loss.sum()
-                # From logits / temperature to logits.
-                grad = grad.div_(temperature)
-                scale = None
-                if dtype == torch.float16:
-                    # Its entries have no limit: log Q − log P may be large, and 1 / temperature.
-                    scale = fp16_scale(grad)
-                grads.add(rows, grad, hidden, weight, scale)
+                # Its entries have no limit: log Q − log P may be large, and 1 / temperature.
+                grads.add_scaled(rows, grad, hidden, weight, temperature)
         save_gradients(ctx, grads, part, (hidden_ND, weight_VD, bias_V))
         ctx.mark_non_differentiable(kl_sum)
         return loss_sum, kl_sum

@@ -199,6 +199,16 @@ def describe_checkpointing(layout: Layout) -> str:
     return layout.activation_checkpointing
 
 
+def describe_recomputation(layout: Layout) -> str:
+    """Return the activation checkpointing of a layout, and what else saves memory in its blocks."""
+    parts = [describe_checkpointing(layout)]
+    if layout.config.memory.activation_offload:
+        parts.append("offloaded")
+    if layout.config.memory.mlp_chunk:
+        parts.append("in chunks")
+    return " + ".join(parts)
+
+
 def flow_style(value: Any) -> str:
     """Return a value as YAML writes it on one line: `fsdp2`, `{kind: fsdp2, tp: 2}`."""
     if isinstance(value, dict):

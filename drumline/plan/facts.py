@@ -135,6 +135,8 @@ class ModelFacts:
     head_parameters: int = 0
     # FLOPs of one block's attention, besides its weight matrices.
     attention_flops: float = 0.0
+    # FLOPs of the scans of all recurrent layers, which belong to no weight.
+    scan_flops: float = 0.0
     # Tokens attend to later ones, too, as in BERT, so batches carry an attention mask.
     bidirectional: bool = False
     # The id of the first token's position; None if the model takes no positions.

@@ -49,6 +49,7 @@ from drumline.planner.search.advice import (
 from drumline.planner.search.answer import Answer, Candidate, Question, rank_again, require_here
 from drumline.planner.search.auto import heuristic_first
 from drumline.planner.search.hypothetical import Changes, parse_what_if
+from drumline.planner.search.pure_bf16 import find_pure_bf16
 from drumline.planner.search.rival import parse_wanted
 from drumline.planner.search.search import search
 from drumline.report.bars import COMPARING, LOOKING_FOR_HELP, OnProgress, bars, line_if_slow
@@ -366,18 +367,30 @@ def _show_answer(
         return
     with line_if_slow(aside, "looking for the longest rows of the best plans"):
         modes = compare_modes(answer, _without_adapter(loaded, question))
+        pure_bf16 = find_pure_bf16(answer)
     if options.as_json:
-        print(json.dumps(answer_as_json(answer, options.tokens, changes, modes), indent=2))
+        values = answer_as_json(answer, options.tokens, changes, modes, pure_bf16)
+        print(json.dumps(values, indent=2))
     else:
         if heuristic_line:
             console.print(f"{heuristic_line}\n", soft_wrap=True, markup=False)
         show_probes(answer.probes, console)
         if options.everything or not answer.ranked:
             top = options.top or PLANS_OF_ALL
-            table.show(answer, console, changes, modes, top=top, tokens=options.tokens)
+            table.show(
+                answer,
+                console,
+                changes,
+                modes,
+                top=top,
+                tokens=options.tokens,
+                pure_bf16=pure_bf16,
+            )
         else:
             top = options.top or PLANS_OF_ONE_SCREEN
-            table.show_short(answer, console, modes, top=top, tokens=options.tokens)
+            table.show_short(
+                answer, console, modes, top=top, tokens=options.tokens, pure_bf16=pure_bf16
+            )
         if answer.ranked:
             _show_use(answer, loaded, options, console)
     if not answer.ranked:

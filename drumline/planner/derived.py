@@ -372,24 +372,18 @@ def _block_flops(block: Iterable[Weight], experts_per_token: int, experts: int) 
     return flops
 
 
-def with_lora(
-    facts: ModelFacts, adapter: LoRAConfig, approximate_scans: bool = False
-) -> ModelFacts | None:
+def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
     """Return the sizes of a model with LoRA adapters on linear layers and experts of its blocks.
 
     The adapters lie where `models.adapters` lays them; everything else is frozen.
 
     None for a model that has adapters or frozen parts already, or whose weights are not known one
     by one, or with experts of another class than EXPERTS, and for an adapter that trains more than
-    its factors, or whose list of targets may name parts of a vision tower. Also None for recurrent
-    layers, whose scans have FLOPs that belong to no weight, unless `approximate_scans`: then the
-    FLOPs of a token come out up to 1% too low.
+    its factors, or whose list of targets may name parts of a vision tower.
     """
     if facts.frozen or not facts.block_weights or facts.batch_norms:
         return None
     if facts.vision_language and isinstance(adapter.targets, list):
-        return None
-    if _has_scans(facts) and not approximate_scans:
         return None
     if adapter.dora or adapter.more or adapter.modules_to_save or adapter.trainable_tokens:
         return None
@@ -415,8 +409,9 @@ def with_lora(
     parameters_of_blocks = [sum(weight.numel for weight in block) for block in blocks]
     # `block_parameters` leaves out blocks that are not of the language model. They come first.
     ahead = len(blocks) - len(facts.block_parameters)
-    attention = facts.layers * facts.attention_flops
-    products = facts.flops_per_token - attention
+    # Attention and scans have no weights that could be frozen.
+    without_weights = facts.layers * facts.attention_flops + facts.scan_flops
+    products = facts.flops_per_token - without_weights
     frozen_products = products * FLOPS_PER_FROZEN_ENTRY / FLOPS_PER_ENTRY
     # What is outside of the blocks that a pipeline cuts: all of a model without such blocks.
     embedding_parameters = facts.embedding_parameters
@@ -432,7 +427,7 @@ def with_lora(
         parameters=facts.parameters + added,
         embedding_parameters=embedding_parameters,
         frozen=facts.parameters,
-        flops_per_token=frozen_products + FLOPS_PER_ENTRY * multiplied + attention,
+        flops_per_token=frozen_products + FLOPS_PER_ENTRY * multiplied + without_weights,
         # A frozen tower has no backward.
         flops_per_image_token=facts.flops_per_image_token / 3,
         classes=facts.classes | classes,
@@ -440,13 +435,6 @@ def with_lora(
         block_parameters=tuple(parameters_of_blocks[ahead:]),
         end_weights=_freeze(facts.end_weights),
     )
-
-
-def _has_scans(facts: ModelFacts) -> bool:
-    """Return whether a model has recurrent layers, some of whose FLOPs belong to no weight."""
-    # By this parameter `blocks.scan_flops` knows them, too.
-    blocks = (block for block, _ in facts.kinds_of_blocks)
-    return any(has_ending(weight.name, "A_log") for block in blocks for weight in block)
 
 
 def _freeze(weights: Iterable[Weight]) -> tuple[Weight, ...]:

@@ -46,9 +46,9 @@ from drumline.planner.search.advice import (
     nothing_fits_error,
     smallest_changes,
 )
-from drumline.planner.search.answer import Question
+from drumline.planner.search.answer import Answer, Question
 from drumline.planner.search.choice import choose_mode, explain_mode, slow_lines
-from drumline.planner.search.search import Answer, search
+from drumline.planner.search.search import search
 from drumline.report.bars import COMPARING, LOOKING_FOR_HELP, OnProgress, bars, line_if_slow
 
 # Samples of a step if nobody has set them, or the next multiple of the devices.

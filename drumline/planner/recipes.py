@@ -73,7 +73,7 @@ class Recipe:
     @property
     def family(self) -> str:
         """The model's name without its size: `qwen3` of qwen3-30b-a3b."""
-        return re.split(r"-\d+(?:\.\d+)?b(?=-|$)", self.model)[0]
+        return SIZE.split(self.model)[0]
 
     @property
     def size(self) -> str:

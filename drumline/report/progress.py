@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -102,8 +103,8 @@ def trend(values: list[float]) -> str:
     width = min(MEAN_STEPS, len(values) // 2)
     if width < 2:
         return ""
-    before = _mean(values[-2 * width : -width])
-    after = _mean(values[-width:])
+    before = fmean(values[-2 * width : -width])
+    after = fmean(values[-width:])
     if abs(after - before) <= SAME * abs(before):
         return "→"
     if after < before:
@@ -323,7 +324,7 @@ class Progress:
         norm = _format_number(event.grad_norm)
         newest = self._newest_losses()
         if newest:
-            mean = _mean(newest)
+            mean = fmean(newest)
             loss += f" (mean {mean:.3f})"
         columns = [
             f"step {event.step}/{steps}",
@@ -595,7 +596,7 @@ class Progress:
                 counted_time = "this start"
             lines.append(f"  energy  {end.kwh:.3g} kWh of {counted_time}")
         if self.sent:
-            mean = size(_mean(self.sent))
+            mean = size(fmean(self.sent))
             steps = plural(len(self.sent), "step")
             lines.append(f"  sent    {mean} per rank and step, mean of {steps}")
         if self.profile:
@@ -647,8 +648,8 @@ class Progress:
         losses = list(self.losses.values())
         # With fewer losses the two means would share steps.
         if len(losses) >= 2 * MEAN_STEPS:
-            first_mean = _mean(losses[:MEAN_STEPS])
-            last_mean = _mean(losses[-MEAN_STEPS:])
+            first_mean = fmean(losses[:MEAN_STEPS])
+            last_mean = fmean(losses[-MEAN_STEPS:])
             change = f"{first_mean:.4f} → {last_mean:.4f}"
             name = "loss".ljust(NAME_WIDTH)
             lines.append(f"  training {name} {change}  (means of {MEAN_STEPS} steps)")
@@ -760,7 +761,7 @@ class Progress:
         table.add_row("speed", _speed_line(now))
         table.add_row("time", _time_line(now))
         if self.sent:
-            mean = size(_mean(self.sent))
+            mean = size(fmean(self.sent))
             table.add_row("sent", f"{mean} per rank and step")
         norm = _format_number(now.grad_norm)
         table.add_row("rate", _text(f"lr {now.lr:.3g} · gradient norm {norm}"))
@@ -780,7 +781,7 @@ class Progress:
         parts = [f"{newest:.4f} {arrow}"]
         if len(losses) >= MEAN_STEPS:
             last_losses = losses[-MEAN_STEPS:]
-            mean = _mean(last_losses)
+            mean = fmean(last_losses)
             parts.append(f"mean of {MEAN_STEPS} {mean:.4f}")
         parts.append(spark(losses))
         return "  ".join(parts)
@@ -812,7 +813,7 @@ class Progress:
         """Return whether the last step is longer ago than three usual ones and a second."""
         usual = 0.0
         if self.recent:
-            usual = _mean(list(self.recent))
+            usual = fmean(list(self.recent))
         seconds_ago = time.time() - step.t
         return seconds_ago > 1 + 3 * usual
 
@@ -822,7 +823,7 @@ class Progress:
         if not steps or not self.recent or not self.step:
             return "–"
         steps_left = steps - self.step.step
-        usual = _mean(list(self.recent))
+        usual = fmean(list(self.recent))
         return duration(steps_left * usual)
 
     def _steps(self) -> int | None:
@@ -851,11 +852,6 @@ class Progress:
         if ranks > 1:
             return f"{sizes} a rank"
         return sizes
-
-
-def _mean(values: list[float]) -> float:
-    """Return the mean of values. Raises ZeroDivisionError if there are none."""
-    return math.fsum(values) / len(values)
 
 
 def _text(line: str, **style: Any) -> Text:

@@ -7,11 +7,14 @@ ranks, and its replies are gathered.
 The random numbers of the model and of the environment depend on (seed, step, key of the episode,
 turn). Those of `reset` are the same for all episodes of a group. So the episodes are the same on
 any number of ranks, and a run that is killed inside of a rollout makes the same one again.
+
+Episodes that are sampled ahead are played in a thread of each rank while the ranks learn (`OwnEpisodes`).
+No rank waits for another one's turns there. The episodes are those that all ranks would play together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +24,7 @@ from drumline.dist.reduce import gather_from_ranks
 from drumline.dist.seeds import derive
 from drumline.errors import DataError
 from drumline.rl.environments import Environments, Reply
-from drumline.rl.generate import Completion, Request, rank_and_world_size
+from drumline.rl.generate import Completion, Generator, Request, rank_and_world_size
 from drumline.rl.turns import ChatTurns
 
 # The most environments of a rank at the same time. Each is a process with a socket.
@@ -85,14 +88,18 @@ class Conversation(Completion):
         """The number of calls of tools that failed."""
         return sum(turn.tool_errors for turn in self.turns)
 
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Conversation:
+        """Return the conversation of which `dataclasses.asdict` made this."""
+        turns = [Turn(**turn) for turn in state["turns"]]
+        return cls(**{**state, "turns": turns})
+
 
 @dataclass(frozen=True)
-class Start:
-    """The beginning of an episode: the row's prompt."""
+class Start(Request):
+    """The beginning of an episode: the row's prompt, and what the environment's `reset` gets."""
 
-    request: Request
-    # What the environment's `reset` gets.
-    row: dict[str, Any]
+    row: dict[str, Any] = field(default_factory=dict)
 
 
 class _Episode:
@@ -101,7 +108,7 @@ class _Episode:
     def __init__(self, start: Start) -> None:
         self.start = start
         # The episode so far. Its prompt is the row's until `reset` has returned another one.
-        self.conversation = Conversation([], [], ended=False, prompt=start.request.tokens)
+        self.conversation = Conversation([], [], ended=False, prompt=start.tokens)
         self.is_over = False
 
     def change(self, **fields: Any) -> None:
@@ -142,6 +149,10 @@ class Conversations:
     max_length: int
     # Whether the environments give rewards only at the end, also where an episode is cut.
     scores_at_end: bool = False
+    # Waits until no episode is played in the background, whose environments are the same. Collective.
+    finish_background: Callable[[], None] = lambda: None
+    # Whether this rank plays its episodes without the other ranks, so that nothing here is collective.
+    plays_alone: bool = False
     # Whether `sample` was called since `play` began.
     _has_current_weights: bool = field(default=False, init=False)
 
@@ -154,8 +165,9 @@ class Conversations:
             greedily: Whether the model decodes greedily. Environments then have the same random
                 numbers at each step.
         """
+        self.finish_background()
         self._has_current_weights = False
-        _, ranks = rank_and_world_size()
+        _, ranks = self._rank_and_ranks()
         size = MOST_OF_RANK * ranks
         played: list[Completion] = []
         for first in range(0, len(starts), size):
@@ -183,22 +195,41 @@ class Conversations:
             self.environments.end(range(len(episodes)))
         return [episode.conversation for episode in episodes]
 
+    def play_own(self, generator: Generator) -> OwnEpisodes:
+        """Return what plays this rank's episodes with a generator's weights, without the other ranks."""
+        return OwnEpisodes(self, generator)
+
     def close(self) -> None:
         """End the environments' processes."""
         self.environments.close()
 
+    def _rank_and_ranks(self) -> tuple[int, int]:
+        """Return this rank's number and the number of ranks among those that play together."""
+        if self.plays_alone:
+            return 0, 1
+        return rank_and_world_size()
+
+    def _gather(self, own: dict[int, Reply]) -> dict[int, Reply]:
+        """Return the replies of all ranks that play together. Collective, unless this rank plays alone."""
+        if self.plays_alone:
+            return own
+        replies: dict[int, Reply] = {}
+        for replies_of_rank in gather_from_ranks(own):
+            replies |= replies_of_rank
+        return replies
+
     def _reset(self, episodes: list[_Episode], step: int) -> None:
         """Begin all episodes. Collective."""
-        rank, ranks = rank_and_world_size()
+        rank, ranks = self._rank_and_ranks()
         rows = {}
         seeds = {}
         for number in range(rank, len(episodes), ranks):
             start = episodes[number].start
             rows[number] = start.row
             # The last part of the key tells the episodes of a group apart.
-            group = start.request.key[:-1]
+            group = start.key[:-1]
             seeds[number] = derive(self.seed, "environment", step, *group, "reset")
-        replies = _gather(self.environments.reset(rows, seeds))
+        replies = self._gather(self.environments.reset(rows, seeds))
         for number, episode in enumerate(episodes):
             reply = replies[number]
             if reply.failure is not None:
@@ -230,7 +261,7 @@ class Conversations:
         requests = []
         for number in active:
             conversation = episodes[number].conversation
-            key = (*episodes[number].start.request.key, turn)
+            key = (*episodes[number].start.key, turn)
             requests.append(Request(conversation.prompt + conversation.tokens, key))
         if self._has_current_weights:
             completions = self.sample_again(requests, step, greedily)
@@ -252,7 +283,7 @@ class Conversations:
 
     def _step(self, episodes: list[_Episode], active: list[int], step: int, turn: int) -> None:
         """Have the environments answer the last turn of the episodes `active`. Collective."""
-        rank, ranks = rank_and_world_size()
+        rank, ranks = self._rank_and_ranks()
         messages = {}
         seeds = {}
         for number in active:
@@ -260,9 +291,9 @@ class Conversations:
                 continue
             episode = episodes[number]
             messages[number] = episode.conversation.messages[-1]
-            key = episode.start.request.key
+            key = episode.start.key
             seeds[number] = derive(self.seed, "environment", step, *key, turn)
-        replies = _gather(self.environments.step(messages, seeds))
+        replies = self._gather(self.environments.step(messages, seeds))
         for number in active:
             self._take_reply(episodes[number], replies[number], is_last=turn + 1 == self.turns)
         over = [number for number in active if episodes[number].is_over]
@@ -283,7 +314,7 @@ class Conversations:
         if not cut:
             return
         own = {number: seeds[number] for number in cut if number in seeds}
-        replies = _gather(self.environments.finish(own))
+        replies = self._gather(self.environments.finish(own))
         for number in cut:
             reply = replies[number]
             episodes[number].change(failure=reply.failure)
@@ -328,12 +359,33 @@ class Conversations:
         episode.append(tokens, [0.0] * len(tokens), sampled=False)
 
 
-def _gather(own: dict[int, Reply]) -> dict[int, Reply]:
-    """Return the replies of all ranks. Collective."""
-    replies: dict[int, Reply] = {}
-    for replies_of_rank in gather_from_ranks(own):
-        replies |= replies_of_rank
-    return replies
+class OwnEpisodes:
+    """Plays the episodes of one rank without the other ranks, in place of a generator that completes prompts."""
+
+    def __init__(self, conversations: Conversations, generator: Generator) -> None:
+        """Set up.
+
+        Args:
+            conversations: The episodes of the run. Nothing else may play them meanwhile.
+            generator: Samples the model's turns. It has the weights.
+        """
+
+        def sample(requests: list[Request], step: int, _greedily: bool) -> list[Completion]:
+            return generator.generate(requests, step)
+
+        self._conversations = replace(
+            conversations,
+            sample=sample,
+            sample_again=sample,
+            finish_background=lambda: None,
+            plays_alone=True,
+        )
+
+    def generate(self, requests: list[Request], step: int) -> list[Completion]:
+        """Return an episode for each request, in their order. Not collective. `requests`: Starts."""
+        starts = [request for request in requests if isinstance(request, Start)]
+        assert len(starts) == len(requests), "`Rollouts` makes a Start for each episode"
+        return self._conversations.play(starts, step, greedily=False)
 
 
 def row_for_environment(meta: dict[str, Any]) -> dict[str, Any]:

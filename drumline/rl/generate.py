@@ -254,6 +254,13 @@ class StopRules:
         )
         return any(stop in text for stop in self.stop)
 
+    def find_end(self, tokens: list[int]) -> int | None:
+        """Return how many tokens a completion has up to its end, or None if it has not ended."""
+        for length in range(1, len(tokens) + 1):
+            if self.is_met(tokens[max(0, length - self.tail) : length]):
+                return length
+        return None
+
 
 class StopCriteria(StoppingCriteria):
     """Applies StopRules in one call of `generate`.

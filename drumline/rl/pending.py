@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from drumline.rl.ahead import ScheduledSampling
+from drumline.rl.conversations import Conversation
 from drumline.rl.generate import Completion
 
 
@@ -60,12 +62,9 @@ class PendingRollout:
 
     def state(self) -> dict[str, Any]:
         """Wait for the completions, and return them and the prompts as a checkpoint holds them."""
-        completions = []
-        for completion in self.completions:
-            completions.append([completion.tokens, completion.log_probs, completion.ended])
         return {
             "ids": self.prompt_ids,
-            "completions": completions,
+            "completions": [_state_of(completion) for completion in self.completions],
             "sampler_gap": self.sampler_gap,
             "row_ids": self.row_ids,
             "version": self.version,
@@ -79,7 +78,7 @@ class PendingRollout:
         """
 
         def complete() -> list[Completion]:
-            return [Completion(*fields) for fields in state["completions"]]
+            return [_load_completion(fields) for fields in state["completions"]]
 
         # Older checkpoints lack the last three keys.
         return cls(
@@ -89,3 +88,17 @@ class PendingRollout:
             state.get("row_ids", ()),
             state.get("version", default_version),
         )
+
+
+def _state_of(completion: Completion) -> Any:
+    """Return a completion as a checkpoint holds it: all fields of an episode of turns, else a list."""
+    if isinstance(completion, Conversation):
+        return asdict(completion)
+    return [completion.tokens, completion.log_probs, completion.ended]
+
+
+def _load_completion(state: Any) -> Completion:
+    """Return the completion of which `_state_of` made this."""
+    if isinstance(state, Mapping):
+        return Conversation.from_state(state)
+    return Completion(*state)

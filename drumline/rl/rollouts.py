@@ -446,6 +446,8 @@ class Rollouts:
             sample = partial(self._sample, self.prompts, prompt_ids, keys, first_step, False)
             return PendingRollout(prompt_ids, sample, None, row_ids, sampled_version)
         requests = self._requests(self.prompts, prompt_ids, keys)
+        if self.conversations is not None:
+            requests = list(self._starts(self.prompts, prompt_ids, requests))
         scheduled = self.sample_ahead(requests, first_step)
         return PendingRollout(
             prompt_ids,
@@ -741,10 +743,17 @@ class Rollouts:
         requests = self._requests(cache, prompt_ids, keys)
         if self.conversations is None:
             return self.sample(requests, step, greedily)
+        return self.conversations.play(self._starts(cache, prompt_ids, requests), step, greedily)
+
+    def _starts(
+        self, cache: TokenCache, prompt_ids: list[int], requests: list[Request]
+    ) -> list[Start]:
+        """Return the beginnings of episodes with environments, for some prompts and their requests."""
         starts = []
         for prompt_id, request in zip(prompt_ids, requests, strict=True):
-            starts.append(Start(request, row_for_environment(cache.meta(prompt_id))))
-        return self.conversations.play(starts, step, greedily)
+            row = row_for_environment(cache.meta(prompt_id))
+            starts.append(Start(request.tokens, request.key, request.images, row=row))
+        return starts
 
     def _score(
         self,

@@ -33,6 +33,7 @@ from drumline.rl.generate import (
     WHERE,
     Completion,
     Request,
+    StopRules,
     Weights,
     copy_to_host,
     request_seed,
@@ -52,6 +53,8 @@ from drumline.rl.servers import (
 TOKEN_PREFIX = "token_id:"
 # The HTTP status by which a server says that it has no such model or adapter.
 NOT_FOUND = 404
+# The most stop texts of a request. vLLM 0.32 refuses more, unless VLLM_MAX_STOP_STRINGS is set.
+MOST_STOP_TEXTS = 4
 # Texts that say how to fix an error.
 DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1, or set weights: none"
 NEEDED_VERSION = "it takes vLLM 0.22 or later"
@@ -109,6 +112,14 @@ class RemoteVLLM(ServedGenerator):
         needed_version=NEEDED_VERSION,
     )
     config: Config
+
+    def __init__(
+        self, config: Config, tokenizer: Any, seed: int, vocabulary: int | None = None
+    ) -> None:
+        """See ServedGenerator."""
+        super().__init__(config, tokenizer, seed, vocabulary)
+        # Finds the stop texts of which a server is not told.
+        self.untold_stops = StopRules(frozenset(), config.stop[MOST_STOP_TEXTS:], tokenizer)
 
     def load_weights(self, server: Server, folder: Path, version: str) -> None:
         """Have a server load the weights in a folder: all weights, or an adapter.
@@ -233,15 +244,26 @@ class RemoteVLLM(ServedGenerator):
     def complete(self, server: Server, request: Request, step: int) -> Completion:
         """See ServedGenerator. A server that was restarted does not know the adapter, and answers 404."""
         try:
-            return self._complete_by(server, self._body(server, request, step))
+            completion = self._complete_by(server, self._body(server, request, step))
         except ServerError as error:
             error.lacks_weights = self.config.weights == "adapter" and error.status == NOT_FOUND
             raise
+        return self._cut(completion)
+
+    def _cut(self, completion: Completion) -> Completion:
+        """Return a completion up to the first stop text of which the server was not told."""
+        if not self.untold_stops.stop:
+            return completion
+        length = self.untold_stops.find_end(completion.tokens)
+        if length is None:
+            return completion
+        return Completion(completion.tokens[:length], completion.log_probs[:length], ended=True)
 
     def _body(self, server: Server, request: Request, step: int) -> dict[str, Any]:
         """Return the body of a request to /v1/completions."""
         return {
             **sampling_options(self.config, self.end_tokens, self.seed, step, request),
+            "stop": list(self.config.stop[:MOST_STOP_TEXTS]),
             "model": server.model,
             "prompt": request.tokens,
             "return_tokens_as_token_ids": True,

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from drumline.errors import ConfigError
-from drumline.foreign import MOST_DEPTH, MOST_WHOLE, text_mistake
+from drumline.foreign import MOST_DEPTH, MOST_WHOLE, map_leaves, text_mistake
 
 # Keys and list positions from the top, as they are written: ("data", "train", "0", "path").
 Place = tuple[str, ...]
@@ -102,7 +102,8 @@ def read_yaml(text: str, name: str) -> tuple[Any, dict[Place, int]]:
         if node is None:
             return None, lines
         _Walk(lines, name).visit(node, ())
-        return _copy_unshared_parts(loader.construct_document(node)), lines
+        # A copy, in which no dictionary or list stands at two places.
+        return map_leaves(loader.construct_document(node), lambda value: value), lines
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         what = f"character {chr(error.character)!r} may not stand in it"
@@ -131,15 +132,6 @@ def _syntax_mistake(error: yaml.YAMLError, name: str) -> ConfigError:
 
 def _unreadable(problem: str, where: str, fix: str) -> ConfigError:
     return ConfigError(f"not readable as YAML: {problem}", where=where, fix=fix)
-
-
-def _copy_unshared_parts(value: Any) -> Any:
-    """Return a copy in which no dictionary or list stands at two places."""
-    if isinstance(value, dict):
-        return {key: _copy_unshared_parts(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_copy_unshared_parts(inner) for inner in value]
-    return value
 
 
 class _Walk:

@@ -174,14 +174,17 @@ def build_rollouts(
 def build_conversations(
     plan: Plan, spec: SamplingSpec, generate: TextGeneration
 ) -> Conversations | None:
-    """Return what plays episodes with the config's environment; None without one."""
+    """Return what plays episodes with the config's environment; None without one.
+
+    `generate` then plays the episodes that are sampled ahead.
+    """
     config = spec.environment
     if config is None:
         return None
     environments = Environments(config, Path(plan.base_dir))
     tools = environments.tools()
     chat = ChatTurns(generate.tokenizer, plan.config.data, tools, reads_calls=bool(tools))
-    return Conversations(
+    conversations = Conversations(
         sample=generate,
         sample_again=generate.sample_again,
         environments=environments,
@@ -192,7 +195,10 @@ def build_conversations(
         max_tokens=config.max_tokens,
         max_length=plan.config.data.max_length,
         scores_at_end=config.scores_at_end,
+        finish_background=generate.finish_background,
     )
+    generate.play_own = conversations.play_own
+    return conversations
 
 
 def product_precision(plan: Plan) -> str:

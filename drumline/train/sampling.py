@@ -43,6 +43,7 @@ from drumline.rl.build import (
     greedy_generator,
     lost_servers,
 )
+from drumline.rl.conversations import OwnEpisodes
 from drumline.rl.generate import (
     Completion,
     Generator,
@@ -74,6 +75,9 @@ class TextGeneration:
     samples_ahead: bool = False
     # Compares the sampler of rollouts with the policy.
     check: SamplerCheck | None = None
+    # Returns what plays a rank's episodes with environments by a generator, for `sample_ahead`; None
+    # without environments.
+    play_own: Callable[[Generator], OwnEpisodes] | None = None
     # How the model reads the images of prompts; None if it reads text alone.
     vision: Vision | None = None
     # Made by the first call that needs it.
@@ -109,6 +113,8 @@ class TextGeneration:
     def sample_ahead(self, requests: list[Request], step: int) -> ScheduledSampling:
         """Generate completions in a thread, with the current weights, while training goes on.
 
+        With environments, the thread plays the episodes of this rank: `requests` are then their Starts.
+
         The weights are copied before this returns, and servers load the copy in the background. When they
         have it, they are compared with the policy, at the latest in `finish_comparison`.
 
@@ -143,6 +149,10 @@ class TextGeneration:
         """
         self._background.finish_comparison()
 
+    def finish_background(self) -> None:
+        """Wait until the rollout that `sample_ahead` has begun last is sampled. Collective."""
+        self._background.finish()
+
     def start_next_if_free(self) -> None:
         """Begin with the next rollout of `sample_ahead` as far as that needs no waiting. Collective.
 
@@ -172,8 +182,11 @@ class TextGeneration:
     def _start_in_background(
         self, generator: Generator, requests: list[Request], step: int
     ) -> CheckedSampling:
-        """Start to generate completions in a thread. Collective."""
-        return self._start_sampling(generator, requests, step, in_background=True)
+        """Start to generate completions or episodes in a thread. Collective."""
+        sampler: Generator = generator
+        if self.play_own is not None:
+            sampler = self.play_own(generator)
+        return self._start_sampling(sampler, requests, step, in_background=True)
 
     def _begin_hand_over(self) -> WeightTransfer | None:
         """Begin to hand over the current weights; None if they have arrived. Collective."""

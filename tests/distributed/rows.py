@@ -804,6 +804,18 @@ PATHS_OF_GRPO: dict[str, Sections] = {
         },
         "data": {"max_length": 128},
     },
+    # The last rollout is of older weights.
+    "grpo, in turns ahead": {
+        "algorithm": {
+            **GRPO,
+            **IN_TURNS,
+            "ahead": 1,
+            "environment": TURNS,
+            "rewards": [{"kind": "environment"}],
+        },
+        "data": {"max_length": 128},
+        "run": {"steps": 3, "seed": 2},
+    },
     "grpo, with tools": {
         "algorithm": {
             **GRPO,
@@ -824,7 +836,11 @@ CASES.append(Case("online dpo", {"algorithm": ONLINE_DPO, **NO_SIGNS}, SIZES, ki
 DISTILL: Sections = {"kind": "distill", "loss_chunk": 32}
 GKD: Sections = {"kind": "gkd", "loss_chunk": 32, "generator": ROLLOUT["generator"]}
 OF_A_TEACHER: dict[str, tuple[Sections, str]] = {
-    "distill, the likeliest precomputed": ({**DISTILL, "top_k": 8, "divergence": "jsd"}, "packed"),
+    # JSD would have next to no gradient, as the student is far from its teacher.
+    "distill, the likeliest precomputed": (
+        {**DISTILL, "top_k": 8, "divergence": "reverse_kl"},
+        "packed",
+    ),
     "distill, live": ({**DISTILL, "log_probs": "live", "top_k": 0}, "packed"),
     "gkd": ({**GKD, "on_policy_share": 0.5}, "grpo"),
 }

@@ -29,6 +29,10 @@ ALONE = {
     "batch": EIGHT_BY_FOUR,
 }
 LOW = {"precision": "bf16"}
+LOW_GRADIENTS = {
+    "communication_data_type": "bf16",
+    "data_types": {"grad_accum_dtype": "bf16"},
+}
 FULL = {"memory": {"activation_checkpointing": "full"}}
 TWO = {"batch": EIGHT_BY_TWO}
 PURE = {"precision": {"kind": "bf16", "master": "bf16"}}
@@ -193,6 +197,7 @@ ROWS: dict[str, Row] = {
         SINGLE, 1, {**mixture("qwen3_moe"), "adapter": {"kind": "lora", "quantize": "4bit"}}
     ),
     "zero1, bf16": Row({"kind": "zero1"}, 2, LOW),
+    "zero1, bf16 gradients": Row({"kind": "zero1", "options": LOW_GRADIENTS}, 2, LOW),
     "zero2": Row({"kind": "zero2"}, 2),
     "zero2, lora, bf16, full": Row(
         {"kind": "zero2"}, 2, LOW | FULL | {"adapter": "lora"}, within=0.15
@@ -220,6 +225,7 @@ REST = (
     "deepseek_v3, ep",
     "mixtral, ep, adamw_8bit",
     "zero1, bf16",
+    "zero1, bf16 gradients",
     "zero2",
     "fsdp2, pure bf16",
     "tp, pure bf16",

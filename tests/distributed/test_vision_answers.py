@@ -21,7 +21,7 @@ from tests.distributed.setups import (
     same_steps,
     train_kinds,
 )
-from tests.distributed.test_vision_families import interleaved
+from tests.distributed.test_vision_families import GRPO, interleaved
 from tests.harness import (
     Sections,
     column,
@@ -43,20 +43,6 @@ BASE: Sections = {
     "optimizer": {"lr": 3e-3, "eps": 1e-4},
     "checkpoint": SAVED_TWICE,
     "run": {"steps": 4},
-}
-GRPO: Sections = {
-    "algorithm": {
-        "kind": "grpo",
-        "group_size": 2,
-        "generator": {"kind": "hf", "max_new_tokens": 6},
-        "rewards": [
-            {"kind": "regex", "pattern": "[aeiou]", "full": False},
-            {"kind": "length", "free": 2, "limit": 6, "weight": 0.5},
-        ],
-        "kl": {"coefficient": 0.1},
-    },
-    # Two prompts a step.
-    "batch": {"global_samples": 4, "micro_batch": 1},
 }
 KINDS: dict[str, Sections] = {
     "dpo": {"algorithm": {"kind": "dpo"}},

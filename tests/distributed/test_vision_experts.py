@@ -27,7 +27,7 @@ from tests.distributed.setups import (
     same_steps,
     train_kinds,
 )
-from tests.distributed.test_vision_families import interleaved
+from tests.distributed.test_vision_families import GRPO, interleaved
 from tests.harness import (
     Sections,
     column,
@@ -56,16 +56,6 @@ BASE: Sections = {
 PACKED: Sections = {"data": {"packing": True, "max_length": 128}}
 LORA: Sections = {"kind": "lora", "r": 4}
 PURE: Sections = {"kind": "bf16", "master": "bf16"}
-GRPO: Sections = {
-    "kind": "grpo",
-    "group_size": 2,
-    "generator": {"kind": "hf", "max_new_tokens": 6},
-    "rewards": [
-        {"kind": "regex", "pattern": "[aeiou]", "full": False},
-        {"kind": "length", "free": 2, "limit": 6, "weight": 0.5},
-    ],
-    "kl": {"coefficient": 0.1},
-}
 
 
 class Kind(NamedTuple):
@@ -95,7 +85,7 @@ KINDS = {
     "tower adapted": Kind({"adapter": {**LORA, "targets": ["vision", "language"]}}),
     "4bit": Kind({"adapter": {**LORA, "quantize": "4bit"}}),
     "dpo": Kind({"algorithm": {"kind": "dpo"}}),
-    "grpo": Kind({"algorithm": GRPO}),
+    "grpo": Kind({"algorithm": GRPO["algorithm"]}),
     DELTA: Kind({}, model="qwen3_5_moe"),
     f"{DELTA}, packed": Kind(PACKED, model="qwen3_5_moe"),
     f"{DELTA}, lora": Kind({"adapter": LORA, "optimizer": {"lr": 1e-2}}, model="qwen3_5_moe"),

@@ -14,6 +14,7 @@ import torch
 
 from tests.faults.live import gone, kill, wait_for
 from tests.harness import (
+    LETTERS,
     PATIENCE,
     column,
     drumline,
@@ -165,7 +166,8 @@ def write_ahead(folder: Path, server: RealServer, generator: dict[str, Any]) -> 
         folder,
         server,
         {"max_new_tokens": 48, **generator},
-        {"ahead": 2},
+        # Long completions have all letters, so how many of them there are is what differs.
+        {"ahead": 2, "rewards": [LETTERS]},
         run={"steps": STEPS_AHEAD},
         checkpoint={"every": 2, "export": "none"},
     )
@@ -220,6 +222,23 @@ def test_rollouts_are_sampled_ahead_on_a_server(server: RealServer, tmp_path: Pa
     assert not (tmp_path / "run" / "rollout-weights").exists()
 
 
+def test_episodes_of_turns_are_sampled_ahead_on_a_server(
+    server: RealServer, tmp_path: Path
+) -> None:
+    generator = {"stop": list("aeiou"), **NETWORK}
+    train(write_grpo(tmp_path, server, generator, {**IN_TURNS, "ahead": 1}, run={"steps": 4}))
+    run = tmp_path / "run"
+
+    assert column(run, "staleness", "rollout") == [0, 1, 1, 1]
+    assert column(run, "failures", "rollout") == [{}] * 4
+    assert min(column(run, "turns", "rollout")) > 1
+
+    first, *later = column(run, "sampler_log_ratio_max")
+
+    assert first < LARGEST_ROUNDING
+    assert min(later) > LARGEST_ROUNDING
+
+
 def test_a_run_ahead_that_is_killed_goes_on_with_the_same_episodes(
     server: RealServer, tmp_path: Path
 ) -> None:
@@ -254,11 +273,11 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 
-def has_vowel(prompt, completion, **_):
+def share_of_vowel(prompt, completion, **_):
     while (FOLDER / "hold").exists():
         (FOLDER / "held").touch()
         time.sleep(0.1)
-    return float("e" in completion)
+    return completion.count("e") / max(1, len(completion))
 """
 
 
@@ -268,7 +287,7 @@ def write_held(folder: Path, server: RealServer, urls: list[str]) -> Path:
     (folder / "holding.py").write_text(HOLDING)
     reward = {
         "kind": "function",
-        "path": "holding.py:has_vowel",
+        "path": "holding.py:share_of_vowel",
         # As long as a server needs to start.
         "timeout_seconds": 1500,
     }

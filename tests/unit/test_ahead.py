@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -12,6 +13,7 @@ import torch
 
 from drumline.errors import ConfigError
 from drumline.rl.ahead import BackgroundSampling
+from drumline.rl.conversations import Conversation, Turn
 from drumline.rl.generate import Completion, InferenceCopy, Request
 from drumline.rl.pending import PendingRollout
 from drumline.rl.restarts import CheckedSampling
@@ -134,6 +136,24 @@ def test_pending_rollouts_come_back_from_a_checkpoint() -> None:
     assert not load_pending([], 6, 2)
 
 
+def test_a_pending_episode_of_turns_comes_back_from_a_checkpoint() -> None:
+    episode = Conversation(
+        tokens=[5, 6, 7],
+        log_probs=[-0.5, 0.0, -0.25],
+        ended=True,
+        prompt=[1, 2],
+        sampled=[True, False, True],
+        messages=[{"role": "assistant", "content": "a"}],
+        turns=[Turn(1, 0, 0.5, tool_calls=2), Turn(1, 2)],
+        answer="a",
+        failure="timed out",
+    )
+    saved = json.loads(json.dumps(PendingRollout([4], lambda: [episode], version=2).state()))
+    (loaded,) = load_pending([saved], 6, 2)
+
+    assert loaded.completions == [episode]
+
+
 def test_an_older_checkpoint_has_one_pending_rollout_without_its_version() -> None:
     old = state_of(None)
     del old["version"], old["row_ids"], old["sampler_gap"]
@@ -182,14 +202,18 @@ def test_which_other_algorithms_sample_ahead() -> None:
     with pytest.raises(ConfigError, match="ahead"):
         algorithm("ppo", ahead=1)
 
+
+def test_episodes_of_turns_are_sampled_ahead_but_not_in_segments() -> None:
     environment = {"kind": "tools", "functions": ["a.py:f"], "turns": 2, "max_tokens": 4096}
     for kind, options in (
         ("grpo", {}),
         ("online_dpo", {}),
         ("gkd", {"teacher": {"id": "teacher"}}),
     ):
-        with pytest.raises(ConfigError, match="all ranks meet after each turn"):
-            algorithm(kind, **options, ahead=1, environment=environment)
+        assert algorithm(kind, **options, ahead=1, environment=environment).lookahead == 1
+
+    with pytest.raises(ConfigError, match="partial continues completions of one turn"):
+        algorithm("grpo", ahead=2, partial=True, environment=environment)
 
 
 def test_the_line_of_a_rollout_shows_how_old_the_weights_are() -> None:

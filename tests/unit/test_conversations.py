@@ -283,7 +283,7 @@ def play(
     starts = []
     for index in range(number):
         # Two episodes a group.
-        starts.append(Start(Request([7], (index // 2, index % 2)), {}))
+        starts.append(Start([7], (index // 2, index % 2)))
     played: Any = conversations.play(starts, step=4, greedily=False)
     assert not environments.steps, "all are ended"
     return list(played)
@@ -476,7 +476,7 @@ def test_all_generators_play_the_same_episodes(tmp_path: Path) -> None:
             conversations = Conversations(
                 sample, sample, environments, chat, 5, 3, 8, max_tokens=256, max_length=512
             )
-            starts = [Start(Request([7], (index, 0)), {}) for index in range(12)]
+            starts = [Start([7], (index, 0)) for index in range(12)]
             played.append(conversations.play(starts, step=1, greedily=False))
     expected = played[0]
     turns = {len(episode.turns) for episode in expected if isinstance(episode, Conversation)}
@@ -492,6 +492,51 @@ def sample_by(
 ) -> list[Completion]:
     completions: list[Completion] = generator.generate(requests, step)
     return completions
+
+
+class ByKeys:
+    """A generator whose completions depend on the key of their request alone."""
+
+    def __init__(self, chat: ChatTurns) -> None:
+        self.chat = chat
+
+    def generate(self, requests: list[Request], step: int) -> list[Completion]:
+        completions = []
+        for request in requests:
+            tokens = self.chat.tokenizer.encode(f"{request.key} {step}<|im_end|>")
+            completions.append(Completion(tokens, [-0.5] * len(tokens), True))
+        return completions
+
+
+def test_a_rank_plays_its_episodes_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = chat_turns(read_template("chatml"), reads_calls=False)
+    generator = ByKeys(chat)
+    waits: list[str] = []
+    conversations = Conversations(
+        sample=partial(sample_by, generator),
+        sample_again=partial(sample_by, generator),
+        environments=Scripted([GO_ON, DONE]),  # type: ignore[arg-type]
+        chat=chat,
+        seed=5,
+        turns=3,
+        max_new_tokens=16,
+        max_tokens=256,
+        max_length=512,
+        finish_background=lambda: waits.append("for episodes in the background"),
+    )
+    starts = [Start([7], (index // 2, index % 2)) for index in range(4)]
+    together = conversations.play(starts, 3, greedily=False)
+    assert waits == ["for episodes in the background"], "their environments are the same"
+
+    # As if this were one of several ranks.
+    def refuse(_: Any) -> None:
+        raise AssertionError("other ranks are not asked")
+
+    monkeypatch.setattr("drumline.rl.conversations.gather_from_ranks", refuse)
+    monkeypatch.setattr("drumline.rl.conversations.rank_and_world_size", lambda: (1, 2))
+    own = conversations.play_own(generator).generate([starts[1], starts[3]], 3)
+    assert own == [together[1], together[3]]
+    assert len(waits) == 1, "it is the background itself"
 
 
 def test_targets_are_the_sampled_tokens() -> None:
@@ -570,7 +615,7 @@ def test_keys_of_an_environment() -> None:
             {"environment": {**packaged, "max_tokens": 100, "columns": ["seed"]}},
             "a seed of its own",
         ),
-        ({"environment": environment, "ahead": 1}, "all ranks meet after each turn"),
+        ({"environment": environment, "ahead": 2, "partial": True}, "an environment has several"),
     ):
         with pytest.raises(ConfigError, match=line):
             algorithm(**options)

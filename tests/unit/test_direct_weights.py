@@ -113,7 +113,7 @@ def test_they_are_not_packed() -> None:
 @pytest.mark.parametrize("kind", DERIVED)
 def test_the_planner_counts_the_same_adapters(kind: str) -> None:
     config: Any = build(kind).config
-    made = with_lora(facts(config, 64), LORA, approximate_scans=True)
+    made = with_lora(facts(config, 64), LORA)
     counted = facts(config, 64, LORA)
 
     assert made is not None

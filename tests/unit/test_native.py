@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
+from transformers import AutoModelForImageTextToText
 
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.config.config import OptimizerConfig
@@ -29,11 +30,12 @@ from drumline.engine.transforms import (
     selective_contexts,
 )
 from drumline.errors import PlanError
+from drumline.models.blocks import text_blocks
 from drumline.models.build import lay_out
 from drumline.models.shards import Values
 from drumline.vendor.torch import TorchDispatchMode
 from tests.plans import small_config, small_plan
-from tests.tiny import tiny_architecture_dir, tiny_model_dir
+from tests.tiny import tiny_architecture_dir, tiny_model_dir, tiny_vision_dir
 
 
 @pytest.fixture(scope="module")
@@ -484,6 +486,34 @@ def test_a_region_of_compiled_code_keeps_every_second_product() -> None:
     assert selective - none == 2
     torch.testing.assert_close(gradients_of_full, wanted)
     torch.testing.assert_close(gradients, wanted)
+
+
+def test_of_a_vision_language_model_the_first_text_blocks_are_computed_again(
+    tmp_path: Path,
+) -> None:
+    model: Any = AutoModelForImageTextToText.from_pretrained(tiny_vision_dir(tmp_path, layers=3))
+    model.train()
+    ids = torch.arange(24).reshape(2, 12)
+    runs: list[str] = []
+    for number, block in enumerate(text_blocks(model)):
+        first_layer = block.input_layernorm
+        first_layer.register_forward_hook(lambda *_, number=number: runs.append(f"text {number}"))
+
+    def losses_and_gradients() -> list[torch.Tensor]:
+        runs.clear()
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        return [loss.detach(), *(gradient.clone() for gradient in gradients)]
+
+    expected = losses_and_gradients()
+    assert runs == ["text 0", "text 1", "text 2"]
+    apply_activation_checkpointing(model, "full", 2)
+    torch.testing.assert_close(losses_and_gradients(), expected)
+    assert runs == ["text 0", "text 1", "text 2", "text 1", "text 0"]
+    for block in blocks(model.model.visual):
+        assert block.gradient_checkpointing
 
 
 def test_a_model_without_checkpointing_is_refused() -> None:

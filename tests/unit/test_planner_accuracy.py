@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks.planner_accuracy import main
-from benchmarks.planner_published import ROWS
+from benchmarks.planner_fit import MOST, row_weights
+from benchmarks.planner_published import ROWS, foundry_table
+from drumline.hardware.catalog import DEVICES
 from drumline.planner.cost import fitted
 from tests.harness import ENV, ROOT, read_json
 
@@ -55,7 +57,7 @@ def test_the_planner_has_the_constants_and_the_ranges_of_the_committed_fit() -> 
     for name, value in found["constants"].items():
         assert getattr(fitted, name) == pytest.approx(value, rel=0.02), name
 
-    for name in ("full", "LoRA", "QLoRA", "offload"):
+    for name in ("full", "LoRA", "QLoRA", "offload", "tp, cp or pp", "mixture"):
         memory, speed = fitted.RANGES[name]
         assert list(memory) == found["ranges"][name]["memory"], name
         assert list(speed) == found["ranges"][name]["speed"], name
@@ -71,13 +73,39 @@ def test_the_planner_has_the_constants_and_the_ranges_of_the_committed_fit() -> 
 
 
 def test_rows_of_llm_foundry_have_what_its_table_says() -> None:
-    """Nothing is open, and their loss is no cross-entropy of all logits at once, which they had not."""
+    """Nothing is open but the scaling of fp8, and their loss is no cross-entropy of all logits at once, which they had not."""
     rows = [row for row in ROWS if row.source == "llm-foundry"]
-    assert len(rows) == 4
+    assert len(foundry_table()) == 216
+    assert len(rows) == len({row.name for row in rows}) == 155
     for row in rows:
-        assert not row.open
+        is_fp8 = isinstance(row.sections["precision"], dict)
+        assert list(row.open) == ["precision.scaling"] * is_fp8
         assert "loss_chunk" not in row.sections["algorithm"]
         assert set(row.sections["batch"]) == {"micro_batch", "accumulation"}
+
+
+def test_rows_have_the_power_and_the_attention_that_their_sources_had() -> None:
+    """torchtitan's H100 have 500 W of 700; llm-foundry's attention was in Triton. No other row differs from its device in these."""
+    for row in ROWS:
+        device = DEVICES[row.sections["cluster"]["device"]] if row.sections else None
+        if device is None or device.attention is None:
+            continue
+        share = row.device.get("attention", device.attention) / device.attention
+        if row.source == "torchtitan":
+            assert share == pytest.approx(0.845, abs=0.001)
+            assert row.device["efficiency"] / device.efficiency == pytest.approx(share)
+        elif row.source == "llm-foundry":
+            assert share == pytest.approx(1 / 1.8, abs=0.002)
+            assert "efficiency" not in row.device
+        else:
+            assert not row.device
+
+
+def test_no_source_outweighs_the_others() -> None:
+    weights = row_weights(ROWS)
+    for source in {row.source for row in ROWS}:
+        own = [weights[row] for row in ROWS if row.source == source]
+        assert sum(own) == pytest.approx(min(MOST, len(own)))
 
 
 @pytest.mark.full

@@ -24,9 +24,9 @@ from drumline.planner.search.answer import (
     risk_adjusted_speed,
 )
 from drumline.planner.search.auto import describe_faster_tight_plan
+from drumline.planner.search.budget import CHECKPOINTING
+from drumline.planner.search.family import FEW
 from drumline.planner.search.search import (
-    CHECKPOINTING,
-    FEW,
     fits,
     search,
     search_space,

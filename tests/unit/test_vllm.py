@@ -77,7 +77,16 @@ def assert_same(made: list[Completion], expected: list[Completion]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"stop": ("e",)}, {"temperature": 0.6}, {"top_p": 0.8, "top_k": 30}], ids=str
+    "options",
+    [
+        {},
+        {"stop": ("e",)},
+        # More of them than a server takes.
+        {"stop": ("z", "y", "x", "w", "e", "a")},
+        {"temperature": 0.6},
+        {"top_p": 0.8, "top_k": 30},
+    ],
+    ids=str,
 )
 @pytest.mark.slow
 def test_completions_are_what_the_seeds_say_in_the_order_of_the_requests(

@@ -68,7 +68,7 @@ class GKDConfig(SamplingSpec, TeachingSpec):
         description="How many rollouts are sampled ahead, while an earlier one is learned from. The weights that sample a completion are"
         " then older by as many rollouts. The divergence at a token is of the present model, whoever sampled the tokens before it, so"
         " nothing corrects for that; as with completions of rows, the model then learns at places that it would reach less often now."
-        " Not possible with an environment. 0: nothing is sampled ahead.",
+        " 0: nothing is sampled ahead.",
     )
     rewards: Annotated[list[Reward], RefusesNull("leave it out for none")] = Field(
         default_factory=list,

@@ -90,15 +90,15 @@ class GRPOConfig(PromptSpec):
         ge=0,
         le=MOST_AHEAD,
         description="How many rollouts are sampled ahead, while an earlier one is learned from. The weights that sample a rollout are"
-        " then older by as many rollouts. Requires `importance`, which is then token if it is not set. Not possible with an environment,"
-        " as all ranks meet after each of its turns. gkd and online_dpo have the key too. ppo does not: its advantages sum errors of values"
-        " over later tokens, for which a weight of each token does not correct. 0: nothing is sampled ahead.",
+        " then older by as many rollouts. Requires `importance`, which is then token if it is not set. With an environment each rank plays"
+        " its episodes in the background. gkd and online_dpo have the key too. ppo does not: its advantages sum errors of values over later"
+        " tokens, for which a weight of each token does not correct. 0: nothing is sampled ahead.",
     )
     partial: bool = Field(
         False,
         description="Continue long completions across weight changes: each is sampled in `ahead` segments of max_new_tokens / ahead"
         " tokens, the next one by newer weights, so that learning waits for a segment and not for the longest completion (partial"
-        " rollouts: Kimi k1.5, 2025). Requires `ahead` 2 or more.",
+        " rollouts: Kimi k1.5, 2025). Requires `ahead` 2 or more, and no environment.",
     )
     importance_cap: float = Field(
         2.0, gt=1, le=MOST_WEIGHT, description="importance: the largest weight."

@@ -55,7 +55,7 @@ class OnlineDPOConfig(PromptRowSpec, RewardedSpec):
         le=MOST_AHEAD,
         description="How many rollouts are sampled ahead, while an earlier one is learned from. The weights that sample a pair are then"
         " older by as many rollouts. DPO's loss is of any two completions, so nothing corrects for that (Noukhovitch et al. 2024,"
-        " Asynchronous RLHF). Not possible with an environment. 0: nothing is sampled ahead.",
+        " Asynchronous RLHF). 0: nothing is sampled ahead.",
     )
     reference_model: Model | None = Field(
         None,

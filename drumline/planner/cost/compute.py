@@ -171,7 +171,7 @@ def _device_seconds(
         fp8 = _apply_fp8(layout, facts, cluster, rate_per_token)
         rate_per_token = fp8.rate_per_token
         cast_bytes = fp8.cast_bytes
-    products = _all_product_flops(layout, facts, recomputed)
+    products = _all_product_flops(layout, facts, cluster, recomputed)
     seconds = products * (1 / rate_per_token)
     seconds += attention_flops(facts, kind, recomputed) * (1 / attention_rate_per_token)
 
@@ -212,7 +212,9 @@ def _product_rate(layout: Layout, facts: ModelFacts, cluster: Cluster, tokens: f
     return rate
 
 
-def _all_product_flops(layout: Layout, facts: ModelFacts, recomputed: float) -> Passes:
+def _all_product_flops(
+    layout: Layout, facts: ModelFacts, cluster: Cluster, recomputed: float
+) -> Passes:
     """Return the FLOPs of a token's products, on a GPU with the surplus that runs were found to take.
 
     `recomputed`: the share of the blocks that backward computes again.
@@ -226,10 +228,9 @@ def _all_product_flops(layout: Layout, facts: ModelFacts, recomputed: float) -> 
         # The surplus was fitted to GPUs.
         return products
     products *= fitted.PRODUCTS
-    # Backward has the products of forward for the gradients of inputs, and those of weights.
-    of_weights = max(0.0, products.backward - products.forward)
-    surplus = (fitted.WEIGHT_GRADIENTS - 1) * of_weights
-    return products + Passes(0.0, surplus)
+    if cluster.device.is_power_limited:
+        products *= fitted.POWER_LIMITED
+    return products
 
 
 def _dequantising_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:

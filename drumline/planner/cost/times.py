@@ -68,33 +68,60 @@ HOST_STEP_BYTES = 28 + CLIPPING_BYTES
 SWITCHES_OF_HOST = 4
 
 
+class Pace(NamedTuple):
+    """How fast a layout is, whether or not it fits into memory.
+
+    `startup`: seconds in which it compiles before its first step.
+    """
+
+    volume: CommunicationVolume
+    seconds: Seconds
+    startup: float
+    tokens_per_s: float
+
+
+def predict_pace(layout: Layout, facts: ModelFacts, cluster: Cluster) -> Pace:
+    """Return what a layout sends, its seconds of a step, and its tokens/s."""
+    volume = flows(layout, facts)
+    step = seconds(layout, facts, cluster, volume)
+    startup = compile_seconds(layout, facts)
+    return Pace(volume, step, startup, layout.tokens_per_step / step.total)
+
+
 def estimate(
-    layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None
+    layout: Layout,
+    facts: ModelFacts,
+    cluster: Cluster,
+    activations: Activations | None = None,
+    pace: Pace | None = None,
 ) -> Estimate:
     """Return the estimate of a layout: memory, traffic and seconds, each with the range around it.
 
     `activations`: traced ones; without them the formula of cost.activations is used.
+    `pace`: that of the layout, if it is known already.
     """
-    volume = flows(layout, facts)
+    if pace is None:
+        pace = predict_pace(layout, facts, cluster)
     device_memory = memory(layout, facts, cluster, activations)
-    step = seconds(layout, facts, cluster, volume)
-    tokens_per_s = layout.tokens_per_step / step.total
     # The share of the datasheet's FLOP/s that the model's own FLOPs reach (PaLM, Chowdhery et al.
     # 2022, appendix B). What backward computes again does not count.
     peak_flops = cluster.device.flops.get(layout.precision)
     mfu = None
     if peak_flops:
         devices = layout.mesh.world_size * layout.devices_per_rank
-        mfu = tokens_per_s * facts.flops_per_token / (peak_flops * devices)
-    group = fitted.group_of(layout, bool(cluster.calibration.operators))
-    memory_range, seconds_range = fitted.RANGES[group]
+        mfu = pace.tokens_per_s * facts.flops_per_token / (peak_flops * devices)
+    is_calibrated = bool(cluster.calibration.operators)
+    # No mixture's memory was published that can be compared, so it has the range of its kind of run.
+    memory_range = fitted.RANGES[fitted.group_of(layout, is_calibrated)][0]
+    group = fitted.group_of(layout, is_calibrated, is_mixture=facts.experts > 0)
+    seconds_range = fitted.RANGES[group][1]
     return Estimate(
         memory=device_memory,
         host=host_memory(layout, facts, cluster, device_memory.peak),
-        traffic=volume.traffic(),
-        seconds=step,
-        startup=compile_seconds(layout, facts),
-        tokens_per_s=tokens_per_s,
+        traffic=pace.volume.traffic(),
+        seconds=pace.seconds,
+        startup=pace.startup,
+        tokens_per_s=pace.tokens_per_s,
         mfu=mfu,
         limit=cluster.device.memory_bytes,
         host_limit=cluster.host_memory_bytes,

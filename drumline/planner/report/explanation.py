@@ -12,7 +12,7 @@ from typing import NamedTuple
 from drumline.config.registry import nearest
 from drumline.errors import UserError
 from drumline.plan.attention import choose_by_facts
-from drumline.plan.explain import count, describe_checkpointing
+from drumline.plan.explain import count, describe_recomputation
 from drumline.planner.cost.terms import FP32_BYTES, LOW_BYTES, entry_bytes, low_moment_bytes
 from drumline.planner.report.output import needs_gb
 from drumline.planner.report.table import CATEGORIES, SECONDS, UNKNOWN, gradients_at_peak
@@ -189,7 +189,7 @@ def _explain_run_settings(question: Question, candidate: Candidate) -> list[Line
         "engine": f"{layout.engine}, {layout.precision} on {layout.device}",
         "batch": layout.batch.describe_product(mesh.data_ranks),
         "tokens": f"{layout.tokens_per_step:,.0f} a step: {rows}",
-        "checkpointing": describe_checkpointing(layout),
+        "checkpointing": describe_recomputation(layout),
         "compile": compiled,
     }
     if not layout.config.images_alone:

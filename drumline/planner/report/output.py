@@ -23,6 +23,7 @@ from drumline.planner.adapter_size import adapter_size
 from drumline.planner.search.advice import Change, ModeResult
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
 from drumline.planner.search.auto import describe_faster_tight_plan, disagreements, risk
+from drumline.planner.search.pure_bf16 import PureBF16
 from drumline.system.yaml_lines import write_yaml
 from drumline.version import __version__
 
@@ -30,6 +31,14 @@ from drumline.version import __version__
 VERSION = 1
 # Sections that a layout sets. All other sections of a candidate's config are the user's own.
 LAYOUT_SECTIONS = ("strategy", "batch", "memory", "precision", "compile")
+# Keys of the section `memory` that a layout sets.
+LAYOUT_KEYS_OF_MEMORY = (
+    "activation_checkpointing",
+    "checkpointed_blocks",
+    "activation_offload",
+    "mlp_chunk",
+    "on_oom",
+)
 SCHEMA = "drumline.schema.json"
 # Characters of a comment line in the file of `drumline init`, without the leading `# `.
 COMMENT_WIDTH = 116
@@ -246,10 +255,12 @@ def overrides(config: Config, candidate: Candidate) -> list[str]:
     strategy = sections_of_layout(candidate)["strategy"]
     made = ["strategy=" + flow_style(strategy)]
     memory = candidate.config.memory
-    for key in ("activation_checkpointing", "checkpointed_blocks", "on_oom"):
+    for key in LAYOUT_KEYS_OF_MEMORY:
         value = getattr(memory, key)
         if value != getattr(config.memory, key):
-            made.append(f"memory.{key}={value}")
+            made.append(f"memory.{key}={flow_style(value)}")
+    if candidate.config.compile.enabled and not config.compile.enabled:
+        made.append("compile.enabled=true")
     for key in ("export", "export_adapter"):
         value = getattr(candidate.layout.config.checkpoint, key)
         if value != getattr(config.checkpoint, key):
@@ -278,12 +289,14 @@ def answer_as_json(
     tokens: float | None = None,
     changes: Sequence[Change] = (),
     modes: Sequence[ModeResult] = (),
+    pure_bf16: PureBF16 | None = None,
 ) -> dict[str, Any]:
     """Return the answer of `drumline plan --json`, in bytes, seconds, tokens and FLOPs, never scaled.
 
     `tokens`: of the whole run; None: those of its steps.
     `changes`: what would make it fit, if nothing does.
     `modes`: the results of full training, LoRA and QLoRA.
+    `pure_bf16`: the best plan with weights and moments in bf16, if it differs much.
     """
     question = answer.question
 
@@ -310,6 +323,9 @@ def answer_as_json(
     helpful = []
     for change in changes:
         helpful.append({"what": change.what, "candidate": as_json(change.candidate)})
+    in_bf16 = None
+    if pure_bf16 is not None:
+        in_bf16 = as_json(pure_bf16.candidate)
     return {
         "version": VERSION,
         "model": _model_as_json(question),
@@ -319,7 +335,9 @@ def answer_as_json(
         "refused": refused,
         "tight": as_json(answer.tight),
         "adapters": adapters,
+        "pure_bf16": in_bf16,
         "looked_at": answer.looked_at,
+        "estimated": answer.estimated,
         "guides": heuristics,
         "changes": helpful,
         "probes": [probe.model_dump(mode="json") for probe in answer.probes],
@@ -400,6 +418,9 @@ def candidate_as_json(
         "accumulation": layout.batch.accumulation,
         "global_samples": layout.batch.global_samples,
         "activation_checkpointing": layout.activation_checkpointing,
+        "checkpointed_blocks": layout.config.memory.checkpointed_blocks,
+        "activation_offload": layout.config.memory.activation_offload,
+        "mlp_chunk": layout.config.memory.mlp_chunk,
         "precision": layout.precision,
         "compile": bool(layout.config.compile.enabled),
         "steps": layout.steps,

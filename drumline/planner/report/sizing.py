@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from drumline.errors import PlanError
-from drumline.plan.explain import describe_checkpointing
+from drumline.plan.explain import describe_recomputation
 from drumline.planner.report.output import VERSION, candidate_as_json
 from drumline.planner.report.table import (
     BILLION,
@@ -89,7 +89,7 @@ def _size_row(size: LargestFit) -> list[str]:
     candidate = size.candidate
     cells = main_cells(candidate)
     shown = [cells[head] for head in SHOWN]
-    return [candidate.name, f"{size.number:,}", *shown, describe_checkpointing(candidate.layout)]
+    return [candidate.name, f"{size.number:,}", *shown, describe_recomputation(candidate.layout)]
 
 
 def report_what_if(

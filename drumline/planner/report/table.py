@@ -17,7 +17,8 @@ from rich.text import Text
 
 from drumline.hardware.catalog import usual_host_memory
 from drumline.plan.estimate import HostMemory, Memory
-from drumline.plan.explain import count, describe_checkpointing
+from drumline.plan.explain import count, describe_recomputation
+from drumline.plan.facts import ModelFacts
 from drumline.planner.cost.fitted import group_of
 from drumline.planner.report.output import needs_gb, overrides
 from drumline.planner.search.advice import Change, ModeResult
@@ -30,6 +31,7 @@ from drumline.planner.search.auto import (
 )
 from drumline.planner.search.choice import slow_lines
 from drumline.planner.search.compiling import compile_speeds_up_step, describe_compile
+from drumline.planner.search.pure_bf16 import PureBF16
 
 CATEGORIES = (
     "parameters",
@@ -129,19 +131,21 @@ def show(
     *,
     top: int,
     tokens: float | None = None,
+    pure_bf16: PureBF16 | None = None,
 ) -> None:
     """Print all of an answer.
 
     These are the question, full training beside LoRA and QLoRA, the first `top` plans, the families
     that are out, heuristics that disagree, what would fit (`changes`), and remarks.
 
-    `tokens`: of the whole run.
+    `tokens`: of the whole run. `pure_bf16`: the best plan with weights and moments in bf16, if it
+    differs much.
     """
     show_headline(answer.question, console)
     show_modes(modes, console, tokens)
     ranked = answer.ranked[:top]
     shown = [*ranked, *_best_of(modes)]
-    show_ranges(shown, console)
+    show_ranges(shown, answer.question.facts, console)
     if ranked:
         for table in tables(answer.question, ranked, console, tokens):
             _print_titled(table, console)
@@ -153,7 +157,7 @@ def show(
     show_heuristics(answer, console)
     show_changes(changes, console)
     if answer.ranked:
-        _show_remarks(answer, modes, console, tokens)
+        _show_remarks(answer, modes, console, tokens, pure_bf16)
 
 
 def _print_titled(table: Table, console: Console) -> None:
@@ -195,12 +199,14 @@ def show_short(
     *,
     top: int,
     tokens: float | None = None,
+    pure_bf16: PureBF16 | None = None,
 ) -> None:
     """Print one screen of an answer.
 
     It has the question, full training, LoRA and QLoRA, the first `top` plans, and remarks.
 
-    `tokens`: of the whole run.
+    `tokens`: of the whole run. `pure_bf16`: the best plan with weights and moments in bf16, if it
+    differs much.
     """
     show_headline(answer.question, console)
     _show_refused_choice(answer, console)
@@ -219,7 +225,7 @@ def show_short(
     if not _fits_terminal(table, console):
         table = _table(columns)
     console.print(table)
-    show_ranges([*shown, *_best_of(modes)], console)
+    show_ranges([*shown, *_best_of(modes)], answer.question.facts, console)
     hidden = len(answer.ranked) - len(rows)
     more = ""
     if hidden > 0:
@@ -228,7 +234,7 @@ def show_short(
         f"{more}memory and seconds by category, what is out and why: --all\n",
         style="dim",
     )
-    _show_remarks(answer, modes, console, tokens)
+    _show_remarks(answer, modes, console, tokens, pure_bf16)
 
 
 def _show_refused_choice(answer: Answer, console: Console) -> None:
@@ -334,11 +340,11 @@ def _describe_batches(shown: Sequence[ModeResult], best: Sequence[Candidate]) ->
     for mode, chosen in zip(shown, best, strict=True):
         layout = chosen.layout
         rows = layout.batch.micro_batch
-        described.append(f"{mode.name} {rows} ({describe_checkpointing(layout)})")
+        described.append(f"{mode.name} {rows} ({describe_recomputation(layout)})")
     return ", ".join(described)
 
 
-def show_ranges(candidates: Sequence[Candidate], console: Console) -> None:
+def show_ranges(candidates: Sequence[Candidate], facts: ModelFacts, console: Console) -> None:
     """Print how far measured seconds were from predicted ones, by group of layouts.
 
     Speed, hours and cost in the table may be off by as much.
@@ -347,7 +353,7 @@ def show_ranges(candidates: Sequence[Candidate], console: Console) -> None:
     for candidate in candidates:
         low, high = candidate.estimate.seconds_range
         bounds = f"{low - 1:+.0%} to {high - 1:+.0%}"
-        pairs.append((bounds, group_of(candidate.layout)))
+        pairs.append((bounds, group_of(candidate.layout, is_mixture=facts.experts > 0)))
     described = []
     for bounds, groups in group_names(pairs).items():
         if bounds == "+0% to +0%":
@@ -518,7 +524,7 @@ def _layout_columns(ranked: Sequence[Candidate]) -> Columns:
         layout = candidate.layout
         meshes.append(_describe_mesh(candidate))
         batches.append(f"{layout.batch.micro_batch} × {layout.batch.accumulation}")
-        recomputation.append(describe_checkpointing(layout))
+        recomputation.append(describe_recomputation(layout))
         compilation.append("on" if candidate.config.compile.enabled else "off")
     columns: Columns = {
         "mesh": meshes,
@@ -685,14 +691,20 @@ def show_heuristics(answer: Answer, console: Console) -> None:
 
 
 def _show_remarks(
-    answer: Answer, modes: Sequence[ModeResult], console: Console, tokens: float | None
+    answer: Answer,
+    modes: Sequence[ModeResult],
+    console: Console,
+    tokens: float | None,
+    pure_bf16: PureBF16 | None,
 ) -> None:
     """Print remarks on the first plan.
 
     They say why it is slow and what is faster, whether compilation pays, what a tight plan risks and
-    how to take one that is not row 1, and what was assumed of the host's memory.
+    how to take one that is not row 1, what was assumed of the host's memory, and what weights and
+    moments in bf16 would gain.
     """
-    for line in slow_lines(answer, modes, tokens):
+    lines = slow_lines(answer, modes, tokens, pure_bf16)
+    for line in lines:
         console.print(line, markup=False)
     question = answer.question
     first = answer.ranked[0]
@@ -708,6 +720,9 @@ def _show_remarks(
     if question.cluster.host_memory_assumed and _host_matters(answer):
         console.print(f"{assumed_host(answer)}\n", markup=False)
     _show_export(answer, console)
+    if pure_bf16 is not None and not lines:
+        # Of a slow plan it stands among what to do instead.
+        console.print(f"{pure_bf16.line}\n", markup=False)
 
 
 def _show_tight(answer: Answer, console: Console) -> None:

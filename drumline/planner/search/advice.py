@@ -34,7 +34,10 @@ from drumline.planner.search.answer import (
     is_offloaded,
     why_not,
 )
-from drumline.planner.search.search import CHECKPOINTING, evaluate, fits, search, search_space
+from drumline.planner.search.budget import CHECKPOINTING
+from drumline.planner.search.pure_bf16 import OVERRIDE, with_pure_bf16
+from drumline.planner.search.savings import MLP_CHUNK
+from drumline.planner.search.search import evaluate, fits, search, search_space
 from drumline.planner.strategies.base import cost_of
 
 # The length of an advised row in tokens is a multiple of this.
@@ -48,8 +51,6 @@ HOST_SIZES = (2, 4, 8)
 LONGEST = 1 << 20
 # Rows of the largest micro-batch that is tried.
 MOST_ROWS = 1 << 12
-# Tokens of an advised chunk of the feed-forward part. Matrix products of so many rows fill a GPU.
-MLP_CHUNK = 8192
 # The most changes that an error names.
 MOST_CHANGES = 3
 # Stands for a folder that the user has to name.
@@ -113,14 +114,15 @@ def _leanest(candidates: Iterable[Candidate | None]) -> Candidate | None:
 def smallest_changes(answer: Answer) -> tuple[Change, ...]:
     """Return the smallest change of each kind after which something fits; empty if none would help.
 
-    The order is: checkpointing, micro-batch, a disk, adapters, a shorter row, more devices.
+    The order is: checkpointing, micro-batch, a disk, weights and moments in bf16, adapters, a shorter
+    row, more devices.
     """
     changes = []
     for what, changed in _proposals(answer.question):
         # This ends with the first strategy that fits, so most changes are not searched in full.
         if not fits(changed):
             continue
-        ranked = search(changed, exclude_tight=True).ranked
+        ranked = search(changed, exclude_tight=True, first_only=True).ranked
         if ranked:
             changes.append(Change(what, ranked[0]))
     return tuple(changes)
@@ -189,7 +191,7 @@ def compare_modes(answer: Answer, plain: Question) -> tuple[ModeResult, ...]:
     own = _adapter_name(answer.question)
     modes = []
     for name, question in questions.items():
-        found = answer if name == own else search(question)
+        found = answer if name == own else search(question, first_only=True)
         longest = None
         if not found.question.config.images_alone:
             longest = _find_longest_of_all(found.question)
@@ -212,7 +214,7 @@ def compare_modes_quickly(answer: Answer) -> tuple[ModeResult, ...]:
     """
     modes = [ModeResult("full", answer, None)]
     for name, question in adapter_questions(answer.question).items():
-        modes.append(ModeResult(name, search(question), None))
+        modes.append(ModeResult(name, search(question, first_only=True), None))
     return tuple(modes)
 
 
@@ -273,6 +275,8 @@ def _proposals(question: Question) -> Iterator[Proposal]:
     host = _with_host_memory(question)
     if host is not None:
         yield host
+    if "master" not in question.config.precision.model_fields_set:
+        yield Proposal(OVERRIDE, with_pure_bf16(question))
     if question.config.adapter.kind == "none" and question.config.head == "lm":
         keys = {"LoRA": "adapter=lora", "QLoRA": "adapter={kind: lora, quantize: 4bit}"}
         for name, adapted in adapter_questions(question).items():
@@ -412,7 +416,7 @@ def without_offload(question: Question) -> Change | None:
     for what, larger in _with_more_devices(question):
         on_devices = [strategy for strategy in search_space(larger) if not is_offloaded(strategy)]
         if fits(larger, on_devices):
-            found = search(larger, on_devices, exclude_tight=True).ranked
+            found = search(larger, on_devices, exclude_tight=True, first_only=True).ranked
             return Change(what, found[0]) if found else None
     return None
 
@@ -440,7 +444,7 @@ def _with_default_adapter(question: Question) -> Question | None:
     if question.config.head != "lm":
         return None
     adapter = LoRAConfig()
-    facts = with_lora(question.facts, adapter, approximate_scans=True)
+    facts = with_lora(question.facts, adapter)
     if facts is None:
         return None
     config = question.config.model_copy(update={"adapter": adapter})

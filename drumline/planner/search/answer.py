@@ -35,9 +35,9 @@ GB = 1e9
 # Two plans are equally fast if their predicted speeds differ by a smaller share: a choice, since no
 # prediction is more exact.
 TIE = 0.03
-# The share that is taken off a plan's speed if no run of its kind was measured, or if measured runs
-# were much slower than predicted. It is twice the error of other plans, as in planner.cost.fitted.
-UNMEASURED = 2 * SPEED_ERROR
+# The share that is taken off a plan's speed if hardly a run of its kind was measured, or if measured
+# runs were much slower than predicted: a choice.
+UNMEASURED = 0.25
 # A plan needs clearly less host memory than another if it leaves this share of it more: a choice.
 CLEARLY_LESS = 0.25
 SMALLEST_IN_GB = 1e8  # bytes; fewer are shown in MB
@@ -121,10 +121,10 @@ class Candidate:
 
         If the length of the run is not known, the tokens/s of its steps.
         """
-        if not self.layout.steps:
-            return self.estimate.tokens_per_s
-        stepping = self.layout.steps * self.estimate.seconds.total
-        return self.estimate.tokens_per_s * stepping / (stepping + self.estimate.startup)
+        estimate = self.estimate
+        return speed_of_run(
+            self.layout, estimate.tokens_per_s, estimate.seconds.total, estimate.startup
+        )
 
     def cost(self, price: float | None, tokens: float | None = None) -> float | None:
         """Return the cost of the run; `price`: of a device for an hour.
@@ -156,7 +156,8 @@ class Answer:
 
     `ranked`: candidates that fit or are tight, the best first (`best_first`).
     `refused`: families of which none fits.
-    `looked_at`: the number of estimated layouts.
+    `looked_at`: the number of layouts whose speed was predicted. `estimated`: the number of those of
+    which memory was predicted, too; the others are slower than what was found by then.
     `probes`: candidates that ran for a few steps and correct all estimates.
     """
 
@@ -164,6 +165,7 @@ class Answer:
     ranked: tuple[Candidate, ...]
     refused: tuple[Refused, ...]
     looked_at: int = 0
+    estimated: int = 0
     probes: tuple[Probe, ...] = ()
 
     @property
@@ -266,17 +268,33 @@ def is_offloaded(strategy: StrategyConfig) -> bool:
 def is_speed_confirmed(layout: Layout) -> bool:
     """Return whether measured runs have confirmed the predicted speed of such layouts.
 
-    No run has confirmed tensor, context or pipeline parallelism, and runs that offload took up to 77%
-    longer.
+    Three runs of tensor and context parallelism are too few, a pipeline has none, and runs that
+    offload took about twice as long as predicted.
     """
     return is_measured(layout) and not is_offloaded(layout.strategy)
 
 
+def speed_of_run(layout: Layout, tokens_per_s: float, step_seconds: float, startup: float) -> float:
+    """Return the tokens/s of a whole run, in which it also compiles for `startup` seconds.
+
+    If the length of the run is not known, the tokens/s of its steps.
+    """
+    if not layout.steps:
+        return tokens_per_s
+    stepping = layout.steps * step_seconds
+    return tokens_per_s * stepping / (stepping + startup)
+
+
 def discounted_speed(candidate: Candidate) -> float:
     """Return the tokens/s of the run, less the share UNMEASURED if no run has confirmed them."""
-    if is_speed_confirmed(candidate.layout):
-        return candidate.run_tokens_per_s
-    return (1 - UNMEASURED) * candidate.run_tokens_per_s
+    return discount(candidate.layout, candidate.run_tokens_per_s)
+
+
+def discount(layout: Layout, speed: float) -> float:
+    """Return the speed of a layout, less the share UNMEASURED if no run has confirmed it."""
+    if is_speed_confirmed(layout):
+        return speed
+    return (1 - UNMEASURED) * speed
 
 
 def risk_adjusted_speed(candidate: Candidate) -> float:

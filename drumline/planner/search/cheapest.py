@@ -186,7 +186,7 @@ class _Hosts:
         for strategy in search_space(changed):
             if strategy.names(changed.cluster.world_size).family in self._families:
                 among.append(strategy)
-        ranked = search(changed, among).ranked if among else ()
+        ranked = search(changed, among, first_only=True).ranked if among else ()
         if not ranked:
             return self.plan_whole(nodes)
         self._rented[nodes] = Rented(changed, ranked[0], self.tokens, self.deadline)
@@ -197,7 +197,7 @@ class _Hosts:
         if nodes in self._whole:
             return self._rented[nodes]
         changed = self._question_for_hosts(nodes)
-        ranked = search(changed).ranked
+        ranked = search(changed, first_only=True).ranked
         best = None
         if ranked:
             best = ranked[0]

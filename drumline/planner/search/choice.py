@@ -1,6 +1,6 @@
 """Find out whether a plan is slow for want of memory, and what an expert would do instead. Pure.
 
-That is a larger global batch, an adapter, more devices, or fewer tokens.
+That is a larger global batch, an adapter, weights and moments in bf16, more devices, or fewer tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from drumline.planner.search.answer import (
     is_offloaded,
     number,
 )
+from drumline.planner.search.pure_bf16 import OVERRIDE, PureBF16
 from drumline.planner.search.search import search_strategy
 
 # An adapter skips at most a third of the arithmetic (the gradients of frozen weights), which makes it
@@ -78,13 +79,17 @@ def explain_mode(modes: Sequence[ModeResult], choice: ModeResult) -> str:
 
 
 def slow_lines(
-    answer: Answer, modes: Sequence[ModeResult], tokens: float | None = None
+    answer: Answer,
+    modes: Sequence[ModeResult],
+    tokens: float | None = None,
+    pure_bf16: PureBF16 | None = None,
 ) -> list[str]:
     """Return why row 1 is slow, and what to do instead, in a line each.
 
     The list is empty unless an adapter is more than SLOW times as fast.
 
     `tokens`: of the whole run; None: the tokens of row 1's steps, if their number is known.
+    `pure_bf16`: the best plan with weights and moments in bf16, if it differs much.
     """
     first = answer.ranked[0]
     if tokens is None and first.layout.steps is not None:
@@ -102,6 +107,10 @@ def slow_lines(
         lines.append(f"  --batch {larger.samples}: {_pace(larger.candidate, tokens)}")
     for each in ahead:
         lines.append(f"  {FLAG_OF_MODE[each.name]}: {_pace(each.answer.ranked[0], tokens)}")
+    if pure_bf16 is not None:
+        verdict = pure_bf16.candidate.estimate.verdict
+        pace = _pace(pure_bf16.candidate, tokens)
+        lines.append(f"  {OVERRIDE}: {pace}; {verdict}, changes the numbers")
     more_devices = None
     if is_offloaded(first.layout.strategy):
         more_devices = without_offload(answer.question)

@@ -10,6 +10,7 @@ import os
 import shutil
 
 from drumline.config.config import Config
+from drumline.config.mesh import Mesh
 from drumline.errors import PlanError
 from drumline.hardware.cluster import Cluster
 from drumline.plan.attention import is_installed
@@ -61,14 +62,19 @@ def _missing_tool() -> str:
 
 
 def reason_against_layout(layout: Layout, facts: ModelFacts) -> str:
-    """Return why a layout stays eager, whatever its seconds; empty if there is no reason.
+    """Return why a layout stays eager, whatever its seconds; empty if there is no reason."""
+    return reason_against_mesh(layout.mesh, facts) or _rule_against_compiling(layout, facts)
+
+
+def reason_against_mesh(mesh: Mesh, facts: ModelFacts) -> str:
+    """Return why all layouts of a mesh stay eager; empty if there is no reason.
 
     With `ep`, the experts of a mixture are not compiled, only what is around them. Without it they
     are a part of the compiled block.
     """
-    if facts.experts and layout.mesh.ep == 1:
+    if facts.experts and mesh.ep == 1:
         return "how many tokens come to an expert is another number each time, and without ep experts are compiled"
-    return _rule_against_compiling(layout, facts)
+    return ""
 
 
 def compile_speeds_up_step(layout: Layout, facts: ModelFacts, cluster: Cluster) -> bool:

@@ -8,7 +8,7 @@ from statistics import geometric_mean
 from pydantic import Field
 
 from drumline.config.section import Frozen
-from drumline.plan.estimate import Estimate, Memory
+from drumline.plan.estimate import Estimate, Memory, Seconds
 from drumline.planner.cost.fitted import PROBED
 from drumline.telemetry.plan_accuracy import Measurement, compare
 
@@ -98,6 +98,12 @@ def correct_estimate(estimate: Estimate, by: Factors) -> Estimate:
     return scale_estimate(estimate, by).model_copy(update=ranges)
 
 
+def slowdown(seconds: Seconds, by: Factors) -> float:
+    """Return how many times as long a step takes by the factors. A rollout takes as long as before."""
+    rollout = seconds.rollout
+    return (by.seconds * (seconds.total - rollout) + rollout) / seconds.total
+
+
 def scale_estimate(estimate: Estimate, by: Factors) -> Estimate:
     """Return the estimate times the factors. Host memory, rollouts and ranges stay as they are."""
     seconds = {}
@@ -106,7 +112,7 @@ def scale_estimate(estimate: Estimate, by: Factors) -> Estimate:
             seconds[name] = value
         else:
             seconds[name] = value * by.seconds
-    slower = sum(seconds.values()) / estimate.seconds.total
+    slower = slowdown(estimate.seconds, by)
     traffic = {name: value * by.traffic for name, value in estimate.traffic}
     mfu = estimate.mfu
     if mfu is not None:

@@ -1,7 +1,8 @@
 """What a plan has that a plain run lacks, and what each such choice gains by itself. Pure.
 
-A plain run has FSDP2 (one device: nothing), one row at a time, full activation checkpointing, and
-eager blocks. Each choice is undone alone, and the layout is estimated again.
+A plain run has FSDP2 (one device: nothing), one row at a time, full activation checkpointing of all
+blocks, eager blocks, whole hidden states on each rank of tensor parallelism, and fp32 master weights.
+Each choice is undone alone, and the layout is estimated again.
 """
 
 from __future__ import annotations
@@ -80,13 +81,28 @@ def _changes(question: Question, candidate: Candidate) -> Iterator[Change]:
     if layout.batch.micro_batch > 1:
         changed = chosen.with_values("batch", micro_batch=1)
         yield Change(f"micro-batch {layout.batch.micro_batch}", "micro-batch 1", changed.config)
-    if layout.activation_checkpointing != "full":
+    has_unequal_blocks = layout.config.memory.checkpointed_blocks is not None
+    if layout.activation_checkpointing != "full" or has_unequal_blocks:
         changed = chosen.with_values(
             "memory", activation_checkpointing="full", checkpointed_blocks=None
         )
-        yield Change(f"checkpointing {describe_checkpointing(layout)}", "full", changed.config)
+        kind = describe_checkpointing(layout)
+        yield Change(f"checkpointing {kind}", "full of all blocks", changed.config)
+    if layout.config.memory.activation_offload:
+        changed = chosen.with_values("memory", activation_offload=False)
+        yield Change("activations on the host", "activations on the device", changed.config)
+    if layout.config.memory.mlp_chunk is not None:
+        changed = chosen.with_values("memory", mlp_chunk=None)
+        yield Change("feed-forward parts in chunks", "whole ones", changed.config)
     if layout.config.compile.enabled:
         yield Change("compiled blocks", "eager", set_compile(chosen.config, False))
+    if layout.stream_parts > 1:
+        whole = layout.strategy.model_copy(update={"sequence_parallel": False})
+        config = chosen.config.model_copy(update={"strategy": whole})
+        yield Change("sequence parallelism", "whole hidden states on each rank", config)
+    if layout.is_pure_bf16:
+        changed = chosen.with_values("precision", master="fp32")
+        yield Change("bf16 weights and moments", "fp32 ones", changed.config)
 
 
 def _plain_strategy(question: Question) -> Any:

@@ -266,7 +266,9 @@ def why_worse(rival: Rival, show: Callable[[float], str]) -> str:
     remarks = []
     if not is_speed_confirmed(other.layout) and is_speed_confirmed(first.layout):
         share = discounted_speed(other) / other.run_tokens_per_s
-        remarks.append(f"its speed counts {show(share)} ×, since no measured run has confirmed it")
+        remarks.append(
+            f"its speed counts {show(share)} ×, since hardly a measured run has confirmed it"
+        )
     if other.estimate.risk > first.estimate.risk:
         remarks.append(f"it runs out of memory with a chance of {other.estimate.risk:.0%}")
     if slower <= 1 and risk_adjusted_speed(other) >= risk_adjusted_speed(first):

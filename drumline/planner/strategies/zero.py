@@ -192,11 +192,12 @@ class ZeroCost(StrategyCost[Zero]):
         weights = PRECISION_BYTES[layout.precision] * (cut.flat + cut.frozen)
         # Of each entry of the share: an fp32 weight, and the optimizer's states.
         masters = FP32_BYTES * share * (1 + layout.config.optimizer.states_per_parameter)
-        # Stage 1 keeps whole gradients until they are reduced.
-        unsharded = 0
-        if self.strategy.stage == 1:
-            unsharded = FP32_BYTES * cut.trainable
         accumulated = self._gradient_bytes(layout, facts).accumulated
+        has_separate_gradients = accumulated != PRECISION_BYTES[layout.precision]
+        # Stage 1 keeps whole gradients of another type than the weights until they are reduced.
+        unsharded = 0
+        if self.strategy.stage == 1 and (has_separate_gradients or is_offloaded):
+            unsharded = accumulated * cut.trainable
         # If the run computes in fp16 or bf16. The gradients themselves are fp32, unless the user's
         # config sets another type.
         gradients_if_low_precision = accumulated * share + unsharded
@@ -215,10 +216,10 @@ class ZeroCost(StrategyCost[Zero]):
                 host_gradients=host_gradients,
                 host_optimizer=masters,
             )
-        if not is_low:
+        if not has_separate_gradients:
             # A rank keeps the whole gradient of each weight that it has a part of.
-            return State(weights, FP32_BYTES * cut.touched, masters)
-        if self._is_bf16_optimizer(layout):
+            return State(weights, accumulated * cut.touched, masters)
+        if self._is_bf16_optimizer(layout, facts):
             # DeepSpeed's BF16_Optimizer keeps fp32 gradients of all weights, and the bf16 ones that
             # they were accumulated from.
             gradients = FP32_BYTES * cut.flat + LOW_BYTES * cut.trainable
@@ -248,9 +249,15 @@ class ZeroCost(StrategyCost[Zero]):
             host_optimizer=masters,
         )
 
-    def _is_bf16_optimizer(self, layout: Layout) -> bool:
-        """Return whether DeepSpeed uses its BF16_Optimizer if nothing is offloaded."""
-        return self.strategy.stage == 1 and layout.precision == "bf16"
+    def _is_bf16_optimizer(self, layout: Layout, facts: ModelFacts) -> bool:
+        """Return whether DeepSpeed uses its BF16_Optimizer if nothing is offloaded.
+
+        It is for gradients that are accumulated in fp32. If they are accumulated in bf16, DeepSpeed
+        uses the optimizer of its other stages.
+        """
+        if self.strategy.stage != 1 or layout.precision != "bf16":
+            return False
+        return self._gradient_bytes(layout, facts).accumulated == FP32_BYTES
 
     def _user_options(self, facts: ModelFacts) -> dict[str, Any]:
         """Return the user's own DeepSpeed config, dotted path → value.
@@ -290,10 +297,10 @@ class ZeroCost(StrategyCost[Zero]):
         is_offloaded = self.strategy.offloads()[0] != "none"
         bucket = _bucket_entries(options, cut)
         early = 0
-        if self._is_bf16_optimizer(layout):
+        if self._is_bf16_optimizer(layout, facts):
             # Of 4 + 2 bytes an entry (`state`), the fp32 ones are kept.
             early = state.gradients * 2 // 3
-        has_bf16_optimizer = self._is_bf16_optimizer(layout) and not is_offloaded
+        has_bf16_optimizer = self._is_bf16_optimizer(layout, facts) and not is_offloaded
         sends_a_copy = is_low and self._gradient_bytes(layout, facts).sent == FP32_BYTES
         message = 0
         if sends_a_copy or has_bf16_optimizer:
@@ -310,7 +317,7 @@ class ZeroCost(StrategyCost[Zero]):
         if self.strategy.stage == 1 and not has_bf16_optimizer and layout.batch.accumulation > 1:
             # Whole gradients that ZeRO 1 accumulates until the last micro-batch. With the
             # BF16_Optimizer they are part of `state`.
-            always += FP32_BYTES * cut.trainable
+            always += self._gradient_bytes(layout, facts).accumulated * cut.trainable
         # DeepSpeed keeps the largest weight's gradient outside of the bucket if the bucket is full.
         backward = bytes_per_entry * cut.largest
         if bucket < cut.trainable:
@@ -324,7 +331,7 @@ class ZeroCost(StrategyCost[Zero]):
             step = FP32_BYTES * cut.flat // layout.mesh.world_size
         return Buffers(
             always=always,
-            begun=self._bucket_bytes(layout, options, bucket, has_bf16_optimizer),
+            begun=self._bucket_bytes(layout, facts, options, bucket),
             backward=backward,
             last=last,
             step=step,
@@ -332,14 +339,15 @@ class ZeroCost(StrategyCost[Zero]):
         )
 
     def _bucket_bytes(
-        self, layout: Layout, options: dict[str, Any], bucket: int, has_bf16_optimizer: bool
+        self, layout: Layout, facts: ModelFacts, options: dict[str, Any], bucket: int
     ) -> int:
         """Return the bytes of the buckets that stage 1 and 2 allocate at the beginning of backward."""
-        if has_bf16_optimizer:
+        is_offloaded = self.strategy.offloads()[0] != "none"
+        if self._is_bf16_optimizer(layout, facts) and not is_offloaded:
             return 0
         bytes_per_entry = PRECISION_BYTES[layout.precision]
         if self.strategy.stage == 1:
-            bytes_per_entry = FP32_BYTES
+            bytes_per_entry = self._gradient_bytes(layout, facts).accumulated
         buckets = 1
         if options.get("zero_optimization.overlap_comm"):
             # One is filled while the other is sent.
@@ -492,7 +500,7 @@ class ZeroCost(StrategyCost[Zero]):
                 number = NORM_ON_DEVICE_BYTES
             for _ in range(groups):
                 volume.add("all_reduce", number, ranks, "shard")
-        elif not self._is_bf16_optimizer(layout):
+        elif not self._is_bf16_optimizer(layout, facts):
             # Norms, and whether one is not finite. (The BF16_Optimizer has all gradients, so each
             # rank computes their norm.)
             is_low = layout.precision != "fp32"
