@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -107,10 +107,15 @@ def start(config: str, overrides: list[str]) -> None:
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
+def read_events(run: Path) -> list[dict[str, Any]]:
+    """Return a run's events, whose texts may hold characters that `splitlines` takes for line breaks."""
+    with (run / "events.jsonl").open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
 def curve(run: Path, kind: str, figures: dict[str, str]) -> dict[str, list[float]]:
     """Steps, and each figure at them."""
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    chosen = [event for event in events if event["kind"] == kind]
+    chosen = [event for event in read_events(run) if event["kind"] == kind]
     return {
         "step": [e["step"] for e in chosen],
         **{key: [e[key] for e in chosen] for key in figures.values()},
@@ -119,7 +124,7 @@ def curve(run: Path, kind: str, figures: dict[str, str]) -> dict[str, list[float
 
 def seconds(run: Path) -> float:
     """From the first event of a run to its last."""
-    times = [json.loads(line)["t"] for line in (run / "events.jsonl").read_text().splitlines()]
+    times = [event["t"] for event in read_events(run)]
     return round(times[-1] - times[0], 1)
 
 

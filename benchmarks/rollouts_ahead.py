@@ -39,7 +39,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a run")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--most-tokens", type=int, default=384)
     options = common.parse(parser, steps=2, repeats=1, prompts=2, most_tokens=16)
     with tempfile.TemporaryDirectory() as folder:
