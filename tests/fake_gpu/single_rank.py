@@ -8,6 +8,7 @@ Beside the plan a fork leaves `single-RANK.json`, or a traceback in its output.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -65,6 +66,8 @@ def train(path: Path, rank: int) -> dict[str, float]:
     _balance_experts()
     torch.cuda.reset_peak_memory_stats()
     loop = build_loop(plan, RankInfo(rank, 0, world_size))
+    if plan.engine == "deepspeed":
+        _allow_updates_of_deepspeed(loop.engine.zero)
     at_start = torch.cuda.memory_allocated()
     building = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -131,6 +134,14 @@ def _allow_all_updates() -> None:
         return torch.ones_like(finite)
 
     Spikes.allows = allow  # type: ignore[method-assign]
+
+
+def _allow_updates_of_deepspeed(optimizer: Any) -> None:
+    """Let DeepSpeed, which looks at gradients by itself, take each step, too."""
+    optimizer.check_grad_overflow = False
+    for name in ("bf16_optimizer", "zero.stage_1_and_2", "zero.stage3"):
+        module: Any = importlib.import_module(f"deepspeed.runtime.{name}")
+        module.is_invalid_grad_norm = lambda *_: False
 
 
 def build_loop(plan: Any, ranks: Any) -> Any:
