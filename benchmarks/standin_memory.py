@@ -308,6 +308,9 @@ def main() -> None:
     parser.add_argument(
         "--cases", nargs="*", default=[""], help="only layouts with one of these in their names"
     )
+    parser.add_argument(
+        "--formula-only", action="store_true", help="trace nothing, which takes most of the time"
+    )
     parser.add_argument("--again", action="store_true", help="measure rows of the file anew")
     parser.add_argument("--table", type=Path, help="print the table of a results file, and end")
     options = common.parse(parser)
@@ -331,7 +334,7 @@ def main() -> None:
     for start in range(0, len(chosen), CASES_TOGETHER):
         together = chosen[start : start + CASES_TOGETHER]
         with tempfile.TemporaryDirectory() as folder:
-            for row in measure(together, Path(folder)):
+            for row in measure(together, Path(folder), not options.formula_only):
                 rows[row["name"]] = row
                 print(line(row), flush=True)
         in_order = sorted(rows.values(), key=lambda row: places.get(row["name"], 0))
@@ -339,7 +342,9 @@ def main() -> None:
     print(json.dumps(summary(list(rows.values()))))
 
 
-def measure(together: Sequence[Case], folder: Path) -> Iterator[dict[str, Any]]:
+def measure(
+    together: Sequence[Case], folder: Path, is_traced: bool = True
+) -> Iterator[dict[str, Any]]:
     """Yield a row for each layout: what was planned and what the allocator says, or why it failed."""
     plans: dict[str, Path] = {}
     for number, case in enumerate(together):
@@ -356,7 +361,11 @@ def measure(together: Sequence[Case], folder: Path) -> Iterator[dict[str, Any]]:
     for case in together:
         if case.name in plans:
             plan = plans[case.name]
-            row = {"name": case.name, "devices": case.world_size, **predict(plan, case)._asdict()}
+            row = {
+                "name": case.name,
+                "devices": case.world_size,
+                **predict(plan, case, is_traced)._asdict(),
+            }
             yield {**row, **fullest_rank(plan, case.ranks, output)}
 
 
@@ -395,8 +404,8 @@ def prepare(case: Case, folder: Path) -> Path:
     )
 
 
-def predict(plan_path: Path, case: Case) -> Planned:
-    """Return what the planner says of a layout, by its formula and by its trace."""
+def predict(plan_path: Path, case: Case, is_traced: bool) -> Planned:
+    """Return what the planner says of a layout, by its formula and, if `is_traced`, by its trace."""
     from drumline.plan.plan import Plan
     from drumline.planner.cluster import cluster_here
     from drumline.planner.cost.memory import memory
@@ -410,7 +419,9 @@ def predict(plan_path: Path, case: Case) -> Planned:
     policy = FoundModel(plan.config.model, plan.model_path)
     facts = build_question(plan.config, policy, {}, plan.data, cluster).facts
     formula = memory(plan, facts, cluster)
-    activations = trace_activations(plan.config, plan.model_path, plan, facts)
+    activations = None
+    if is_traced:
+        activations = trace_activations(plan.config, plan.model_path, plan, facts)
     traced = None
     if activations is not None:
         traced = memory(plan, facts, cluster, activations).peak
