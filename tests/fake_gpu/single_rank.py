@@ -84,12 +84,23 @@ def train(path: Path, rank: int) -> dict[str, float]:
     }
 
 
+def _reduce_nothing(_state: Any, bucket: Any) -> Any:
+    """Return a bucket of gradients as it is, as DDP's hook."""
+    import torch
+
+    reduced: Any = torch.futures.Future()
+    reduced.set_result(bucket.buffer())
+    return reduced
+
+
 def _replace_collectives(dist: Any) -> None:
     """Make all groups fake, and answer for the other ranks where the fake group has no answer.
 
     Ranks of a pipeline vote on whether shapes are known (1: yes), and the last one tells the names of
     its sums.
     """
+    import torch
+
     new_group = dist.new_group
 
     def new_fake_group(*args: Any, **options: Any) -> Any:
@@ -102,6 +113,15 @@ def _replace_collectives(dist: Any) -> None:
         if objects == [[]]:
             objects[0] = ["loss"]
 
+    # The default one asks the fake group for a result, which has none.
+    ddp = torch.nn.parallel.DistributedDataParallel
+    make = ddp.__init__
+
+    def make_with_hook(self: Any, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        self.register_comm_hook(None, _reduce_nothing)
+
+    ddp.__init__ = make_with_hook  # type: ignore[method-assign]
     dist.new_group = new_fake_group
     dist.recv = receive
     dist.broadcast_object_list = broadcast
