@@ -781,14 +781,14 @@ def pending_activations(layout: Layout, pp_rank: int, blocks: int) -> PendingAct
     stages = pipeline.stages_per_rank
     schedule_rounds = max(1, micro_batches // ranks)
     per_round = micro_batches // schedule_rounds
-    ranks_after = ranks - 1 - pp_rank
+    # The forwards of a rank before its first backward (Narayanan et al. 2021, section 2.2).
+    warm_up = (stages - 1) * per_round + 2 * (ranks - 1 - pp_rank) + 1
     surplus = 1.0
     if pipeline.schedule == "zero_bubble":
-        # Each rank keeps as much as the first one.
-        ranks_after = ranks - 1
+        # Half as many of them wait for the ranks after this one (Qi et al. 2023). A later rank takes the
+        # gradients of weights later, so each keeps as much as the first one.
+        warm_up = (stages - 1) * per_round + ranks
         surplus = ZERO_BUBBLE_SURPLUS
-    # The forwards of a rank before its first backward (Narayanan et al. 2021, section 2.2).
-    warm_up = (stages - 1) * per_round + 2 * ranks_after + 1
     waiting_stages = min(warm_up, micro_batches * stages)
     blocks_of_turns = _blocks_of_turns(layout, pp_rank, blocks)
     waiting_blocks = 0
