@@ -239,7 +239,7 @@ def memory_of_rank(
     state = state_of(layout, facts, model_part)
     auxiliary = auxiliary_state(layout, facts, pp_rank)
     buffers = _all_buffers(layout, facts, model_part, state, activations)
-    through = buffers.through + _casts_of_pending(layout, facts, model_part, pp_rank, activations)
+    through = buffers.through + casts_of_pending(layout, facts, model_part, pp_rank, activations)
     buffers = replace(buffers, through=through)
     phases = _phases(layout, facts, model_part, pp_rank, state, buffers, activations)
     # Sampling is over before the first gradient, and keeps nothing of a step.
@@ -814,7 +814,7 @@ def _blocks_of_turns(layout: Layout, pp_rank: int, blocks: int) -> list[int]:
     return [stop - first for first, stop in own]
 
 
-def _casts_of_pending(
+def casts_of_pending(
     layout: Layout,
     facts: ModelFacts,
     model_part: PipelinePart,
