@@ -246,7 +246,9 @@ class Environments:
         # the same time each for the new one to read its task and to import.
         heartbeat.alive(EXIT_SECONDS + END_SECONDS + 2 * self._start_seconds)
         self._server.kill()
-        self._server = EnvironmentServer(self.config, self.base_dir)
+        # Episodes may be played in a thread that ends before the process does. The pool's do not.
+        starting = self._pool.submit(EnvironmentServer, self.config, self.base_dir)
+        self._server = starting.result()
         self._server.wait_until_ready(self._start_seconds)
 
     def step(self, messages: dict[int, dict[str, Any]], seeds: dict[int, int]) -> dict[int, Reply]:
