@@ -94,6 +94,8 @@ def sampling_options(
         "stop": list(config.stop),
         "stop_token_ids": end_tokens,
         "include_stop_str_in_output": True,
+        # A stop text may have special tokens, which vLLM leaves out of its text by default.
+        "skip_special_tokens": False,
         "logprobs": 0,
     }
 

@@ -117,6 +117,17 @@ def test_completions_are_what_the_seeds_say_in_the_order_of_the_requests(
     assert server.most_at_once <= 3
 
 
+@pytest.mark.slow
+def test_a_stop_text_may_be_a_special_token(server: StubServer, model: Path) -> None:
+    requests = [Request(REQUESTS[0].tokens, (0, sample)) for sample in range(60)]
+    options: dict[str, Any] = {"max_new_tokens": 12, "stop": ("<|im_start|>",)}
+    here = HFGenerator(c.HFGenerator(**options), read_model(model), tiny_tokenizer(), 7)
+    expected = here.generate(requests, 5)
+    start = tiny_tokenizer().convert_tokens_to_ids("<|im_start|>")
+    assert any(completion.tokens[-1] == start for completion in expected)
+    assert_same(client(server, **options).generate(requests, 5), expected)
+
+
 def test_requests_are_under_way_side_by_side(server: StubServer) -> None:
     made = client(server, batch=2)
     made.generate(REQUESTS[:1], 0)
