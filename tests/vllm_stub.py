@@ -33,8 +33,8 @@ from tests.tiny import tiny_tokenizer
 FIELDS = {
     "model": str, "prompt": list, "n": int, "max_tokens": int, "seed": int, "temperature": float, "top_p": float, "top_k": int,
     "min_p": float, "repetition_penalty": float, "presence_penalty": float, "frequency_penalty": float, "stop": list,
-    "stop_token_ids": list, "include_stop_str_in_output": bool, "skip_special_tokens": bool, "logprobs": int, "return_tokens_as_token_ids": bool,
-    "allowed_token_ids": list, "prompt_logprobs": int,
+    "stop_token_ids": list, "include_stop_str_in_output": bool, "skip_special_tokens": bool, "logprobs": int,
+    "return_tokens_as_token_ids": bool, "allowed_token_ids": list, "prompt_logprobs": int,
 }  # fmt: skip
 
 
