@@ -16,7 +16,12 @@ import pytest
 
 from drumline.config.rollouts import ClassEnvironment, OpenEnvEnvironment, ToolsEnvironment
 from drumline.errors import ConfigError, EnvironmentFault
-from drumline.rl.environments import Environments, Reply, check_importable
+from drumline.rl.environments import (
+    ENDED_WITH_OTHERS,
+    Environments,
+    Reply,
+    check_importable,
+)
 from drumline.rl.rewards import START_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -135,6 +140,15 @@ def test_a_process_that_was_started_by_a_thread_outlives_it(naughty: Environment
     (reply,) = replies_to(naughty, ["well"])
     assert reply.failure is None
     assert naughty._server.process is guard
+
+
+def test_an_episode_says_that_the_process_of_all_was_killed(naughty: Environments) -> None:
+    naughty.reset({0: {"do": "well"}}, {0: 0})
+    (server,) = psutil.Process(naughty._server.process.pid).children()
+    server.kill()
+    naughty._server.process.wait(timeout=10)
+    reply = naughty.step({0: {"role": "assistant", "content": "hm"}}, {0: 0})[0]
+    assert reply.failure == ENDED_WITH_OTHERS
 
 
 def test_sets_of_texts_have_one_order_in_all_processes(naughty: Environments) -> None:

@@ -208,6 +208,8 @@ def test_what_cannot_be_asked_of_vllm_is_refused_by_the_config() -> None:
 NO_VLLM: dict[str, Any] = {
     "no JSON": "<html>",
     "does not name a model": {"data": []},
+    "not name a model": {"data": [3]},
+    "name a model": {"data": [{"id": "tiny", "max_model_len": "long"}]},
     "answered 503: EngineCore encountered": 503,
 }
 
@@ -238,6 +240,14 @@ ABORTED = {
     "logprobs": {"tokens": ["token_id:5"], "token_logprobs": [-1.0]},
     "finish_reason": "abort",
 }
+
+
+def answer_with(log_prob: float) -> dict[str, Any]:
+    """Return an answer of one token with this log-prob."""
+    told = {"tokens": ["token_id:5"], "token_logprobs": [log_prob]}
+    return {"choices": [{"logprobs": told, "finish_reason": "stop"}]}
+
+
 # The message → how the server fails when it is asked for completions.
 FAILURES: dict[str, Any] = {
     "answered 500: EngineCore encountered an issue": 500,
@@ -245,6 +255,9 @@ FAILURES: dict[str, Any] = {
     "v1/completions: .*(closed|reset|disconnected)": "cut",
     "no tokens with log-probs": {"choices": [WITHOUT_LOG_PROBS]},
     "no tokens": {"choices": [ABORTED]},
+    "is no JSON": "[" * 100_000,
+    "gave 5 as a log-prob, which is above 0": answer_with(5.0),
+    "no tokens .*1000000": answer_with(10**400),
 }
 
 
