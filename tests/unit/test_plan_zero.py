@@ -10,6 +10,7 @@ import pytest
 
 from drumline.config.config import Config
 from drumline.config.load import load
+from drumline.config.strategies.zero import Zero3Strategy
 from drumline.errors import ConfigError, PlanError
 from drumline.hardware.detect import Machine
 from drumline.plan.facts import ModelFacts
@@ -123,7 +124,10 @@ def test_what_only_the_file_says_is_adopted() -> None:
     }
     adopted = plan({"kind": "zero3", "config": own}, batch={})
     assert (adopted.batch.global_samples, adopted.precision, adopted.offload) == (24, "bf16", "cpu")
-    assert adopted.config.strategy.zeropp.hierarchical_partition == 2  # type: ignore[attr-defined]
+    strategy = adopted.config.strategy
+    assert isinstance(strategy, Zero3Strategy)
+    assert strategy.zeropp.hierarchical_partition == 2
+    assert strategy.offload_optimizer.pin_memory, "DeepSpeed's default"
     again = Plan.model_validate(json.loads(adopted.model_dump_json()))
     assert again.deepspeed == adopted.deepspeed
 

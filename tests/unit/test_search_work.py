@@ -99,7 +99,7 @@ def partly_checkpointed(answer: Answer) -> list[Candidate]:
 
 
 def test_as_few_blocks_are_checkpointed_as_fit_with_room() -> None:
-    question = asked("llama-3.1-8b", "8xh100-80g", "batch.global_samples=64")
+    question = asked("llama-3.1-8b", "8xa100-40g", "batch.global_samples=64")
     found = partly_checkpointed(search(question))
     assert found
 
@@ -117,7 +117,7 @@ def test_as_few_blocks_are_checkpointed_as_fit_with_room() -> None:
 
     chosen = asked(
         "llama-3.1-8b",
-        "8xh100-80g",
+        "8xa100-40g",
         "batch.global_samples=64",
         "memory.activation_checkpointing=full",
     )
@@ -168,7 +168,7 @@ def test_they_are_a_change_that_helps_where_nothing_fits() -> None:
 
 
 def test_each_choice_is_told_in_a_line_of_its_own() -> None:
-    question = asked("llama-3.1-8b", "8xh100-80g", "batch.global_samples=64")
+    question = asked("llama-3.1-8b", "8xa100-40g", "batch.global_samples=64")
     answer = search(question)
     partly = partly_checkpointed(answer)[0]
     choices = {gain.choice: gain for gain in gains(question, partly)}

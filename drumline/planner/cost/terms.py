@@ -159,7 +159,8 @@ class Copied(NamedTuple):
     """Bytes that a step transfers between device and host.
 
     `up`: to the device. `down`: to the host. `stored`: read from a disk, and as many written to it.
-    `hidden`: transfers overlap with computing. `is_pinned`: the host's memory is page-locked.
+    `hidden`: transfers overlap with computing. `is_pinned`: the host's memory is page-locked, but for
+    `pageable_up`, which is a part of `up`.
     """
 
     up: float
@@ -167,6 +168,7 @@ class Copied(NamedTuple):
     stored: float = 0.0
     hidden: bool = False
     is_pinned: bool = True
+    pageable_up: float = 0.0
 
 
 class Flow(NamedTuple):

@@ -398,7 +398,9 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
         stored_facts = as_stored(layout, facts)
         copied = cost_of(strategy).copied(layout, stored_facts, trainable)
     devices = _devices_per_link(layout, cluster)
-    copies = cluster.host_seconds("to_device", copied.up, devices, copied.is_pinned)
+    up = copied.up - copied.pageable_up
+    copies = cluster.host_seconds("to_device", up, devices, copied.is_pinned)
+    copies += cluster.host_seconds("to_device", copied.pageable_up, devices, is_pinned=False)
     copies += cluster.host_seconds("to_host", copied.down, devices, copied.is_pinned)
     if copied.hidden:
         return UpdateSeconds(step, max(0.0, copies - busy))

@@ -81,10 +81,12 @@ class Family:
             self._keep_nearest(nearest)
 
     def _keep_nearest(self, candidate: Candidate) -> None:
-        """Keep a candidate that does not fit if it needs less memory than all before it."""
+        """Keep a candidate that does not fit if it needs less memory than all before it.
+
+        Of those that need as much of a device, the one that needs least of its host is kept.
+        """
         nearest = self.nearest
-        needs = candidate.estimate.memory.reserved
-        if nearest is None or needs < nearest.estimate.memory.reserved:
+        if nearest is None or _needs(candidate) < _needs(nearest):
             self.nearest = candidate
 
     def refuse(self, error: PlanError) -> None:
@@ -102,6 +104,11 @@ class Family:
             is_fastest = tight is None or is_faster_by_tie(estimated, tight.estimate)
             if is_fastest:
                 self.tight = candidate
+
+
+def _needs(candidate: Candidate) -> tuple[int, int]:
+    """Return the bytes that a candidate needs of a device, and of a host."""
+    return candidate.estimate.memory.reserved, candidate.estimate.host.most
 
 
 def counts_as_fitting(candidate: Candidate, exclude_tight: bool) -> bool:

@@ -49,6 +49,7 @@ from drumline.planner.search.compiling import reason_against, reason_against_mes
 from drumline.planner.search.correction import correct_estimate, scale_estimate, slowdown
 from drumline.planner.search.family import Bar, Family, counts_as_fitting
 from drumline.planner.search.savings import savings_to_try
+from drumline.planner.strategies.base import cost_of
 
 # Two micro-batches of one strategy are equally fast if their speeds differ by a smaller share. It is
 # below TIE, since predictions for one strategy have the same errors.
@@ -209,12 +210,25 @@ class Estimator:
         if all(candidate.estimate.verdict != "fits" for candidate in found):
             found += self._find_with_savings(strategy, family, exclude_tight, bar)
         if not found:
-            return None
+            pageable = self.with_pageable_memory(strategy)
+            if pageable is None:
+                return None
+            return self.best_of(pageable, family, exclude_tight, fastest)
         equal = select_fastest(found, TIE)
         first = min(_rank_of_equal(candidate) for candidate in equal)
         alike = [candidate for candidate in equal if _rank_of_equal(candidate) == first]
         near = select_fastest(alike, SAME_ERROR)
         return min(near, key=_distance_from_usual)
+
+    def with_pageable_memory(self, strategy: StrategyConfig) -> StrategyConfig | None:
+        """Return a strategy whose page-locked memory on the host is pageable; None if the user set it."""
+        given = self.config.strategy
+        is_set = given.kind == strategy.kind and any(
+            name.startswith("offload_") for name in given.model_fields_set
+        )
+        if is_set:
+            return None
+        return cost_of(strategy).with_pageable_memory()
 
     def _find_without_savings(
         self, strategy: StrategyConfig, family: Family, exclude_tight: bool, bar: Bar

@@ -107,7 +107,7 @@ def _merge_with_given(given: StrategyConfig, strategy: StrategyConfig) -> Strate
         # It is left to each strategy.
         del fixed["reshard_after_forward"]
     for name in _CHOSEN:
-        if name in fixed and fixed[name] != _chosen_value(strategy, name):
+        if name in fixed and _chosen_value(given, name) != _chosen_value(strategy, name):
             # The candidate is of another kind than the user wants.
             return None
     if pipeline is not None and getattr(strategy, "pp", 1) > 1:
@@ -118,11 +118,15 @@ def _merge_with_given(given: StrategyConfig, strategy: StrategyConfig) -> Strate
 
 
 def _chosen_value(strategy: StrategyConfig, key: str) -> Any:
-    """Return a strategy's value of a key in _CHOSEN, or what it does if the value is null."""
+    """Return a strategy's value of a key in _CHOSEN, or what it does if the value is null.
+
+    Of a section for offloading it is the place alone.
+    """
     attribute = key
     if key == "reshard_after_forward":
         attribute = "reshards"
-    return getattr(strategy, attribute)
+    value = getattr(strategy, attribute)
+    return getattr(value, "kind", value)
 
 
 def search(
@@ -336,7 +340,10 @@ def _strategy_fits(estimator: Estimator, strategy: StrategyConfig) -> bool:
             if any(candidate.estimate.verdict == "fits" for candidate in candidates):
                 return True
             break
-    return estimator.fits_with_savings(strategy)
+    if estimator.fits_with_savings(strategy):
+        return True
+    pageable = estimator.with_pageable_memory(strategy)
+    return pageable is not None and _strategy_fits(estimator, pageable)
 
 
 def evaluate(question: Question, config: Config, name: str) -> Candidate:

@@ -82,6 +82,10 @@ class StrategyCost(Generic[S]):
         """
         yield self.strategy
 
+    def with_pageable_memory(self) -> StrategyConfig | None:
+        """Return the strategy to try if page-locked memory on the host may be too much; None: none."""
+        return None
+
     def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategyConfig]]:
         """Return strategies that take the same steps with less memory, each with its number of changes.
 

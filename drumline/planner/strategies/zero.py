@@ -56,6 +56,8 @@ from drumline.planner.cost.terms import (
 from drumline.planner.strategies.base import Space, StrategyCost
 
 CPU = Offload(kind="cpu")
+# What the search tries first, as DeepSpeed does by default: copies of pageable memory take longer.
+PINNED = Offload(kind="cpu", pin_memory=True)
 # Words of a DeepSpeed config for types of two bytes.
 LOW_TYPES = ("fp16", "bfp16", "bf16")
 # An offloaded AdamW reads and writes, for each parameter, an fp32 weight and two fp32 moments.
@@ -156,7 +158,16 @@ class ZeroCost(StrategyCost[Zero]):
         """
         if space.world > 1:
             yield strategy_class()
-        yield strategy_class(offload_optimizer=CPU)
+        yield strategy_class(offload_optimizer=PINNED)
+
+    def with_pageable_memory(self) -> StrategyConfig | None:
+        """Return this strategy with pageable memory on the host; None if nothing on it is pinned."""
+        names = ("offload_optimizer", "offload_parameters")
+        on_host = {name: getattr(self.strategy, name, Offload()) for name in names}
+        pageable = {name: CPU for name, offload in on_host.items() if offload == PINNED}
+        if not pageable:
+            return None
+        return self.strategy.model_copy(update=pageable)
 
     def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategyConfig]]:
         """Return the higher stages, and this one with its optimizer on the host.
@@ -418,6 +429,7 @@ class ZeroCost(StrategyCost[Zero]):
             if parameters != "none":
                 shard = cut.pieces
             between += bytes_per_entry * (shard + cut.largest)
+            between += self._rounding_bytes(layout, facts, cut)
         everything = pipeline_part(facts)
         block = largest_block(facts, everything).entries
         # What is filled at once: a block, or what is outside of the blocks.
@@ -440,6 +452,29 @@ class ZeroCost(StrategyCost[Zero]):
         # One copy that the rank gathers, and one that is written in the background.
         copies = 1 + layout.config.checkpoint.asynchronous
         return Host(between=between, load=load, export=between, copies=copies)
+
+    def _rounding_bytes(self, layout: Layout, facts: ModelFacts, cut: Partition) -> int:
+        """Return the bytes by which page-locked tensors on the host are larger than their entries.
+
+        torch allocates page-locked memory in powers of two.
+
+        - Stages 1 and 2 pin a rank's fp32 weights, their gradients, and the low-precision weights that
+          its step writes, each as a whole.
+        - Stage 3 pins a rank's gradients as a whole, and once more by groups of weights.
+        """
+        if not self._is_pinned():
+            return 0
+        if self.strategy.stage < 3:
+            share = cut.flat // layout.mesh.world_size
+            low = PRECISION_BYTES[layout.precision]
+            tensors = [FP32_BYTES * share, FP32_BYTES * share, low * share]
+        else:
+            kept = self._gradient_bytes(layout, facts).accumulated
+            options = self._user_options(facts)
+            group = int(options.get("zero_optimization.sub_group_size", STEPPED))
+            whole_groups, rest = divmod(cut.pieces, group)
+            tensors = [kept * cut.pieces, *[kept * group] * whole_groups, kept * rest]
+        return sum(_power_of_two(bytes_) - bytes_ for bytes_ in tensors)
 
     def send(
         self,
@@ -574,13 +609,18 @@ class ZeroCost(StrategyCost[Zero]):
         - Gradients go to the host in fp32 with the last micro-batch, besides `_accumulated_copies`.
         - Weights come to the device after the step. If they stay on the host (stage 3), each gathering
           begins with a copy of the rank's part.
+
+        Stage 3 never pins the fp32 weights of the host, which the weights of the device come from.
         """
         bytes_per_entry = PRECISION_BYTES[layout.precision]
         optimizer, parameters = self.strategy.offloads()
         up = self._accumulated_copies(layout, facts, trainable)
         down = up + FP32_BYTES * trainable
+        pageable_up = 0.0
         if parameters == "none":
             up += bytes_per_entry * trainable
+            if self.strategy.stage == 3 and optimizer == "cpu":
+                pageable_up = bytes_per_entry * trainable
         else:
             parts = self._stage_3_parts(layout, facts, self._user_options(facts))
             gathered = parts["gathered"] + parts["again"]
@@ -589,7 +629,7 @@ class ZeroCost(StrategyCost[Zero]):
         if optimizer == "nvme":
             # fp32 weights and moments are read and written back.
             stored = ADAMW_BYTES * trainable
-        return Copied(up, down, stored, is_pinned=self._is_pinned())
+        return Copied(up, down, stored, is_pinned=self._is_pinned(), pageable_up=pageable_up)
 
     def _accumulated_copies(self, layout: Layout, facts: ModelFacts, trainable: float) -> float:
         """Return the bytes of gradients that a step copies each way to add them up.
@@ -648,11 +688,18 @@ class Zero3Cost(ZeroCost):
         """
         assert issubclass(strategy_class, Zero3Strategy)
         yield from super().candidates(strategy_class, space)
-        yield strategy_class(offload_optimizer=CPU, offload_parameters=CPU)
+        yield strategy_class(offload_optimizer=PINNED, offload_parameters=PINNED)
         if space.nvme is not None:
             disk = Offload(kind="nvme", path=space.nvme)
             yield strategy_class(offload_optimizer=disk)
             yield strategy_class(offload_optimizer=disk, offload_parameters=disk)
+
+
+def _power_of_two(bytes_: int) -> int:
+    """Return the smallest power of two that is not less than a number of bytes; 0 for none."""
+    if bytes_ == 0:
+        return 0
+    return 1 << (bytes_ - 1).bit_length()
 
 
 def _bytes_of_type(name: str) -> int:
