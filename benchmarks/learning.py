@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -23,19 +24,33 @@ from benchmarks.common import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 SEEDS = (0, 1, 2)
-# Config, kind of event, and the figures drawn: title → key.
-RUNS: dict[str, tuple[str, str, dict[str, str]]] = {
-    "sft": (
+
+
+class Trained(NamedTuple):
+    """What is trained, and which figures of its events are drawn.
+
+    `figures`: title → key of an event of kind `event`.
+    `teacher`: the config that trains the teacher, whose place in the run's config is its export.
+    """
+
+    config: str
+    event: str
+    figures: dict[str, str]
+    teacher: str | None = None
+
+
+RUNS = {
+    "sft": Trained(
         "examples/sft_two_tasks.yaml",
         "eval",
         {"held-out exact match": "exact_match", "held-out loss": "loss"},
     ),
-    "reward": (
+    "reward": Trained(
         "examples/reward_smollm2.yaml",
         "eval",
         {"held-out pair accuracy": "accuracy", "held-out loss": "loss"},
     ),
-    "dpo": (
+    "dpo": Trained(
         "examples/dpo_smollm2.yaml",
         "eval",
         {
@@ -44,47 +59,63 @@ RUNS: dict[str, tuple[str, str, dict[str, str]]] = {
             "log-prob of rejected": "log_prob_rejected",
         },
     ),
-    "grpo": (
+    "grpo": Trained(
         "examples/grpo_smollm2.yaml",
         "rollout",
         {"mean verified reward of a rollout": "reward"},
     ),
-    "tries": (
+    "tries": Trained(
         "examples/grpo_tries.yaml",
         "rollout",
         {"mean reward of an episode": "reward", "mean number of tries": "turns"},
     ),
-    "ppo": (
+    "ppo": Trained(
         "examples/ppo_smollm2.yaml",
         "rollout",
         {"mean verified reward of a rollout": "reward"},
     ),
+    "gkd": Trained(
+        "examples/gkd_two_tasks.yaml",
+        "eval",
+        {"held-out KL(teacher ‖ student)": "kl", "held-out verified reward": "reward"},
+        teacher="examples/sft_two_tasks.yaml",
+    ),
 }
 
 
+def train_teacher(config: str, folder: Path) -> Path:
+    """Train the teacher as a user does, unless it is there already, and return its export."""
+    run = folder / f"{Path(config).stem}-teacher"
+    if not (run / "export").exists():
+        start(config, [f"run.dir={run}", "launch.nproc=1"])
+    return run / "export"
+
+
 def train(config: str, seed: int, folder: Path, overrides: list[str]) -> Path:
-    """One run, by the command that a user types."""
+    """Train from a seed, and return the run's folder."""
     run = folder / f"{Path(config).stem}-seed{seed}"
-    command = [
-        sys.executable,
-        "-m",
-        "drumline",
-        "train",
-        config,
-        f"run.dir={run}",
-        f"run.seed={seed}",
-        "checkpoint.export=none",
-    ]
-    command += ["checkpoint.every=null", "checkpoint.keep_best=false", *overrides]
+    keys = [f"run.dir={run}", f"run.seed={seed}", "checkpoint.export=none"]
+    keys += ["checkpoint.every=null", "checkpoint.keep_best=false"]
+    start(config, keys + overrides)
+    return run
+
+
+def start(config: str, overrides: list[str]) -> None:
+    """Train by the command that a user types."""
+    command = [sys.executable, "-m", "drumline", "train", config, *overrides]
     print(" ".join(command[1:]), flush=True)
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    return run
+
+
+def read_events(run: Path) -> list[dict[str, Any]]:
+    """Return a run's events, whose texts may hold characters that `splitlines` takes for line breaks."""
+    with (run / "events.jsonl").open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def curve(run: Path, kind: str, figures: dict[str, str]) -> dict[str, list[float]]:
     """Steps, and each figure at them."""
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    chosen = [event for event in events if event["kind"] == kind]
+    chosen = [event for event in read_events(run) if event["kind"] == kind]
     return {
         "step": [e["step"] for e in chosen],
         **{key: [e[key] for e in chosen] for key in figures.values()},
@@ -93,7 +124,7 @@ def curve(run: Path, kind: str, figures: dict[str, str]) -> dict[str, list[float
 
 def seconds(run: Path) -> float:
     """From the first event of a run to its last."""
-    times = [json.loads(line)["t"] for line in (run / "events.jsonl").read_text().splitlines()]
+    times = [event["t"] for event in read_events(run)]
     return round(times[-1] - times[0], 1)
 
 
@@ -114,7 +145,7 @@ def draw(
         axis.set_xlabel("optimizer steps")
         axis.grid(alpha=0.3)
     axes[0][0].legend()
-    drawing.suptitle(f"{name}: SmolLM2-135M-Instruct, {RUNS[name][0]}")
+    drawing.suptitle(f"{name}: SmolLM2-135M-Instruct, {RUNS[name].config}")
     drawing.tight_layout()
     drawing.savefig(path, dpi=110)
 
@@ -170,12 +201,15 @@ def main() -> None:
 
 def compare(name: str, overrides: list[str], seeds: list[int], runs: Path, out: Path) -> None:
     """Train from each seed what was not trained yet; write the curves, draw them, print their ends."""
-    config, kind, figures = RUNS[name]
+    config, kind, figures, teacher = RUNS[name]
+    more = []
+    if teacher:
+        more = [f"algorithm.teacher.id={train_teacher(teacher, runs)}"]
     curves, took = {}, {}
     for seed in seeds:
         run = runs / f"{Path(config).stem}-seed{seed}"
         if not (run / "events.jsonl").exists():
-            run = train(config, seed, runs, overrides)
+            run = train(config, seed, runs, [*more, *overrides])
         curves[seed], took[seed] = curve(run, kind, figures), seconds(run)
     common.write({"config": config, "overrides": overrides, "seconds": took, "curves": curves}, out)
     draw(name, figures, curves, out.with_suffix(".png"))

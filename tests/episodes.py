@@ -81,6 +81,8 @@ class Naughty:
             "pair": ([], 1.0),
             "no role": ([{"content": "x"}], 1.0, False),
             "nothing": [],
+            "half": ("a\ud800b \ud83e\udd41", None, False),
+            "set": (" ".join({"one", "two", "three", "four", "five", "six"}), None, False),
             "random": ([{"role": "user", "content": str(random.random())}], None, False),
         }
         return returned.get(do, ("go on", 1, False))

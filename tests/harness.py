@@ -306,10 +306,12 @@ def start_interpreter(
 
 def events(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
     found = []
-    for line in (run_dir / "events.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        if kind is None or event["kind"] == kind:
-            found.append(event)
+    # A text may hold characters that `splitlines` takes for line breaks.
+    with (run_dir / "events.jsonl").open(encoding="utf-8") as lines:
+        for line in lines:
+            event = json.loads(line)
+            if kind is None or event["kind"] == kind:
+                found.append(event)
     return found
 
 

@@ -33,8 +33,8 @@ from tests.tiny import tiny_tokenizer
 FIELDS = {
     "model": str, "prompt": list, "n": int, "max_tokens": int, "seed": int, "temperature": float, "top_p": float, "top_k": int,
     "min_p": float, "repetition_penalty": float, "presence_penalty": float, "frequency_penalty": float, "stop": list,
-    "stop_token_ids": list, "include_stop_str_in_output": bool, "logprobs": int, "return_tokens_as_token_ids": bool,
-    "allowed_token_ids": list, "prompt_logprobs": int,
+    "stop_token_ids": list, "include_stop_str_in_output": bool, "skip_special_tokens": bool, "logprobs": int,
+    "return_tokens_as_token_ids": bool, "allowed_token_ids": list, "prompt_logprobs": int,
 }  # fmt: skip
 
 
@@ -265,7 +265,9 @@ class StubServer(ThreadingHTTPServer):
         for key, value in body.items():
             assert isinstance(value, FIELDS[key]), (key, value)
         sampler = Sampler(body["temperature"], body["top_k"], body["top_p"])
-        rules = StopRules(frozenset(body["stop_token_ids"]), tuple(body["stop"]), tiny_tokenizer())
+        rules = StopRules(
+            frozenset(body["stop_token_ids"]), tuple(body["stop"]), tokenizer_of(body)
+        )
         if self.gate is not None:
             self.gate.wait()
         tokens: list[int] = []
@@ -399,6 +401,17 @@ class StubServer(ThreadingHTTPServer):
             missing,
             unexpected,
         )
+
+
+def tokenizer_of(body: dict[str, Any]) -> Any:
+    """Return a tokenizer that decodes as a request says; vLLM leaves special tokens out by default."""
+    tokenizer = tiny_tokenizer()
+    if body.get("skip_special_tokens", True):
+        decode = tokenizer.decode
+        tokenizer.decode = lambda tokens, **options: decode(
+            tokens, **{**options, "skip_special_tokens": True}
+        )
+    return tokenizer
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -30,6 +30,8 @@ PAIR_FORMS: Forms = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 JUDGED_FORMS: Forms = (("prompt", "completion", "label"),)
 RETRIEVAL_FORMS: Forms = (("query", "positive", "negative"), ("query", "positive"))
 PROMPT_FORMS: Forms = (("prompt",), ("messages",))
+# Prompts of rollouts with the completion that is learned in place of a sampled one.
+ANSWERED_PROMPT_FORMS: Forms = (("prompt", "completion"), ("messages",))
 KINDS_OF_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".xlsx", ".txt")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 # Files of which `datasets`' save_to_disk writes one.

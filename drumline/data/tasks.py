@@ -6,7 +6,13 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from drumline.config.data import PAIR_FORMS, PROMPT_FORMS, Forms, TasksSource
+from drumline.config.data import (
+    ANSWERED_PROMPT_FORMS,
+    PAIR_FORMS,
+    PROMPT_FORMS,
+    Forms,
+    TasksSource,
+)
 from drumline.data.files import Raw, json_round_trip
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import import_quietly
@@ -15,6 +21,10 @@ _ROWS_TRIED = 16  # other rows, whose answers are tried first
 _EDITS_TRIED = 64  # changes of one letter or digit, which are tried next
 _DIGITS = "0123456789"
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+# Forms of rows whose completions the task's verifier may score.
+VERIFIED_FORMS = (PROMPT_FORMS, ANSWERED_PROMPT_FORMS)
 
 
 class TaskSet(NamedTuple):
@@ -70,7 +80,7 @@ def _open_tasks(source: TasksSource, forms: Forms) -> list[TaskSet]:
                 where=where,
                 fix="see its gallery for names and options",
             ) from error
-        if forms is PROMPT_FORMS:
+        if forms in VERIFIED_FORMS:
             _require_json_entries(dataset, where)
         sets.append(TaskSet(name, rows, dataset))
     return sets
@@ -99,14 +109,15 @@ def _task_row(
     answer = item["answer"]
     prompt = source.question.replace("{question}", item["question"])
     columns: dict[str, Any] = {"prompt": prompt, "task": task.name}
-    if forms is PROMPT_FORMS:
+    if forms in VERIFIED_FORMS:
         columns["answer"] = answer
         columns["options"] = source.tasks[task.name]
         columns["entry"] = json_round_trip(item)
+    if forms == PROMPT_FORMS:
         return columns
     if not isinstance(answer, str):
         raise DataError("this task has no written answer to learn", where=where, fix="leave it out")
-    if forms is PAIR_FORMS:
+    if forms == PAIR_FORMS:
         seed = f"{source.seed}/{task.name}"
         rejected = wrong_answer(task.dataset, number, task.rows, seed, where)
         columns["chosen"] = answer

@@ -317,6 +317,9 @@ def _step_zero_gradients(optimizer: torch.optim.Optimizer) -> None:
                 parameter.grad = None
     take_step(optimizer)
     optimizer.zero_grad(set_to_none=True)
+    # FSDP2 makes gradients on a stream of its own. torch's allocator would keep the memory of these
+    # ones for the stream that made them, beside that of the next ones.
+    torch.cuda.empty_cache()
 
 
 def _reset_state(state: dict[str, Any]) -> None:

@@ -370,6 +370,16 @@ minimax-m2.7 MiniMaxAI/MiniMax-M2.7 3072 1536 62 48 8 200064 204800
 gpt-oss-20b  openai/gpt-oss-20b  2880 2880 24 64 8 201088 131072 num_local_experts=32
 gpt-oss-120b openai/gpt-oss-120b 2880 2880 36 64 8 201088 131072 num_local_experts=128
 """
+# All queries share one head of keys and values. transformers ties the head to the embedding; the file
+# on the hub has it once more.
+_FALCON_7B = {
+    "model_type": "falcon",
+    "hidden_size": 4544,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 71,
+    "vocab_size": 65024,
+    "max_position_embeddings": 2048,
+}
 # transformers' own defaults are its sizes; positions as its config has them. Without the layer that
 # predicts two tokens.
 _DEEPSEEK_V3 = {"model_type": "deepseek_v3", "max_position_embeddings": 163840}
@@ -412,6 +422,7 @@ def _text_models() -> dict[str, Known]:
     for name, (width, layers, heads) in _GPT2.items():
         sizes = {"n_embd": width, "n_layer": layers, "n_head": heads}
         models[name] = Known(f"openai-community/{name}", {"model_type": "gpt2", **sizes})
+    models["falcon-7b"] = Known("tiiuae/falcon-7b", _FALCON_7B)
     # Brown et al. 2020, table 2.1: its weights are nowhere to be had.
     models["gpt3-175b"] = Known(
         "gpt3-175b",

@@ -298,5 +298,15 @@ def _checked_messages(messages: Any, needs_one: bool) -> list[dict[str, Any]]:
     text = json.dumps(list(messages), default=str)
     if len(text) > MOST_CHARACTERS:
         raise BadReply(f"returned messages of {len(text)} characters, more than {MOST_CHARACTERS}")
-    checked: list[dict[str, Any]] = json.loads(text)
+    checked: list[dict[str, Any]] = json.loads(_without_lone_surrogates(text))
     return checked
+
+
+def _without_lone_surrogates(text: str) -> str:
+    """Return a JSON text with U+FFFD in place of halves of surrogate pairs.
+
+    Such a half may come from a call of the model, as an escape in JSON. No tokenizer takes it.
+    """
+    unescaped = json.dumps(json.loads(text), ensure_ascii=False)
+    halves = unescaped.encode("utf-16-le", "surrogatepass")
+    return halves.decode("utf-16-le", "replace")

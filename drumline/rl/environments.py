@@ -42,6 +42,8 @@ PACKAGES = {
 # Seconds in which a process must have imported one of these packages and the user's code. They import
 # hundreds of modules, which took over two minutes on two busy cores.
 PACKAGE_START_SECONDS = 900.0
+# The failure of an episode whose process was killed with that of all environments.
+ENDED_WITH_OTHERS = "was ended with the process that all environments are forked from"
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class EnvironmentProcess:
         except (MalformedMessage, TypeError):
             failure = NOT_ITS_OWN
         code = self.end(patience)
-        self.failure = failure or describe_exit(code)
+        self.failure = failure or self.failure or describe_exit(code)
         return Reply(failure=self.failure)
 
     def end(self, patience: float = 0.0) -> int | None:
@@ -183,6 +185,7 @@ class EnvironmentProcess:
             return self.server.end_fork(pid, patience)
         except (EOFError, OSError, MalformedMessage):
             # The server has ended, and with it all of its forks.
+            self.failure = ENDED_WITH_OTHERS
             return None
         finally:
             self.channel.end.close()
@@ -246,7 +249,9 @@ class Environments:
         # the same time each for the new one to read its task and to import.
         heartbeat.alive(EXIT_SECONDS + END_SECONDS + 2 * self._start_seconds)
         self._server.kill()
-        self._server = EnvironmentServer(self.config, self.base_dir)
+        # Episodes may be played in a thread that ends before the process does. The pool's do not.
+        starting = self._pool.submit(EnvironmentServer, self.config, self.base_dir)
+        self._server = starting.result()
         self._server.wait_until_ready(self._start_seconds)
 
     def step(self, messages: dict[int, dict[str, Any]], seeds: dict[int, int]) -> dict[int, Reply]:

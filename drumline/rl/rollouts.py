@@ -44,7 +44,7 @@ from drumline.data.encode import OWN_COLUMNS, ROW_PROMPT
 from drumline.data.order import GlobalBatch
 from drumline.dist.reduce import gather_from_ranks
 from drumline.dist.seeds import derive
-from drumline.errors import TrainingStopped
+from drumline.errors import ConfigError, TrainingStopped
 from drumline.plan.plan import Plan
 from drumline.rl.ahead import ScheduledSampling
 from drumline.rl.conversations import Conversation, Conversations, Start, row_for_environment
@@ -210,6 +210,24 @@ def load_pending(
     return deque(load_rollout(state, version, samples_segments) for state in states)
 
 
+def require_same_groups(state: Mapping[str, Any], group_size: int) -> None:
+    """Check that the pending rollouts of a checkpoint have groups of the size that the run learns from.
+
+    Raises ConfigError if they do not.
+
+    Args:
+        state: `GlobalBatch.state`. Older checkpoints do not tell the size of their groups.
+        group_size: Completions of each prompt in this run.
+    """
+    saved_size = state.get("group_size", group_size)
+    if saved_size != group_size:
+        raise ConfigError(
+            f"the checkpoint has rollouts that were sampled ahead, {saved_size} completions of each prompt",
+            where="algorithm.group_size",
+            fix=f"set it to {saved_size}",
+        )
+
+
 class DrawnPrompts(NamedTuple):
     """Prompts that are drawn for a rollout."""
 
@@ -286,6 +304,7 @@ class Rollouts:
         """
         assert self.plan.steps is not None
         self._load_state(state)
+        require_same_groups(state, self.algorithm.group_size)
         pending = load_pending(
             state.get("ahead", []),
             steps_done,
@@ -574,6 +593,7 @@ class Rollouts:
         if pending:
             # A function, which is called only if a checkpoint is written, as it waits for completions.
             state["ahead"] = partial(_states, pending)
+            state["group_size"] = self.algorithm.group_size
         return state
 
     def _check_rewards(self, steps_done: int, sampled: ScoredSamples, drawn: int) -> None:

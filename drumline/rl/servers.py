@@ -48,6 +48,10 @@ MOST_ANSWER = 200
 FINISHED = ("stop", "length")
 # The most seconds that a lost server is waited for when it is asked whether it is back.
 HEALTH_SECONDS = 10.0
+# What reading an answer of another form raises.
+MALFORMED = (TypeError, KeyError, IndexError, ValueError, AttributeError, OverflowError)
+# The largest log-prob of a token, which is 0 but for rounding.
+LARGEST_LOG_PROB = 1e-2
 # HTTP statuses of a server that works and refuses the request, as any other server would.
 REFUSALS = (400, 401, 403, 422)
 
@@ -167,7 +171,7 @@ class Server:
             return None
         try:
             return json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             method = _method(body)
             what = f"the answer to {method} {self.url}{path} is no JSON"
             raise self.fault(what, self.kind.what_to_check) from None
@@ -268,7 +272,7 @@ def _reason(answer: httpx2.Response) -> str:
     text = answer.text.strip()
     try:
         message = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text[:MOST_MESSAGE] or answer.reason_phrase
     if isinstance(message, dict):
         message = message.get("error", message.get("detail", message))
@@ -460,10 +464,13 @@ class ServerClient:
         try:
             lengths = {}
             for model in served["data"]:
-                lengths[str(model["id"])] = model.get("max_model_len")
+                length = model.get("max_model_len")
+                if length is not None:
+                    length = int(length)
+                lengths[str(model["id"])] = length
             server.model = self.choose_model(server, list(lengths))
             server.max_sequence_length = lengths[server.model]
-        except (TypeError, KeyError, IndexError):
+        except MALFORMED:
             raise server.fault(
                 "/v1/models does not name a model", self.kind.what_to_check
             ) from None
@@ -546,6 +553,10 @@ class ServedGenerator(ServerClient):
             raise server.fault(what, self.kind.what_to_check)
         if not all(math.isfinite(log_prob) for log_prob in completion.log_probs):
             raise server.fault(f"{server.url} gave log-probs that are no finite numbers")
+        largest = max(completion.log_probs)
+        if largest > LARGEST_LOG_PROB:
+            what = f"{server.url} gave {largest:g} as a log-prob, which is above 0"
+            raise server.fault(what, self.kind.what_to_check)
         if self.vocabulary is None:
             return
         for token in completion.tokens:
@@ -587,12 +598,12 @@ class ServedGenerator(ServerClient):
 
         Raises ServerError for an answer without a whole completion.
         `parse`: returns the completion in an answer, or None if it is empty or was broken off. It may
-        raise TypeError, KeyError, IndexError, ValueError or AttributeError for an answer of another form.
+        raise an error of MALFORMED for an answer of another form.
         """
         answer = server.request(path, body)
         try:
             completion = parse(answer)
-        except (TypeError, KeyError, IndexError, ValueError, AttributeError):
+        except MALFORMED:
             completion = None
         if completion is None:
             shown = str(answer)[:MOST_ANSWER]

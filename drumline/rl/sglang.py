@@ -105,7 +105,7 @@ class RemoteSGLang(ServedGenerator):
 def _parse_answer(answer: Any) -> Completion | None:
     """Return the completion in an answer of /generate; None if it is empty or was broken off.
 
-    Raises TypeError, KeyError, IndexError or ValueError for an answer of another form.
+    Raises an error of `servers.MALFORMED` for an answer of another form.
     """
     meta = answer["meta_info"]
     tokens = []

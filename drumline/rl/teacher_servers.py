@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from drumline.config.teachers import ServedTeacher
 from drumline.errors import PlanError
-from drumline.rl.servers import MOST_ANSWER, Server, ServerClient, ServerKind
+from drumline.rl.servers import MALFORMED, MOST_ANSWER, Server, ServerClient, ServerKind
 
 WHERE = "algorithm.teacher"
 # Requests that each rank has under way on each server. vLLM runs the prompts of several side by side.
@@ -26,6 +26,8 @@ REQUESTS_AT_ONCE = 16
 LEAST_REST = float(np.finfo(np.float32).eps)
 # How far above 1 the sum of the probabilities at a position may be by rounding, in fp16 and bf16 as well.
 MOST_ROUNDING = 1e-2
+# The least log-prob that fp32 has.
+LEAST_LOG_PROB = float(np.finfo(np.float32).min)
 # Texts whose tokens are compared with the server's.
 TOKENIZER_PROBES = (
     "What is two plus three?",
@@ -166,7 +168,7 @@ class TeacherServers(ServerClient):
         except MalformedAnswer as error:
             what = f"{path} of {server.url} gave no log-probs of the prompt: {error}"
             raise server.fault(what, self.kind.what_to_check) from None
-        except (TypeError, KeyError, IndexError, ValueError, AttributeError):
+        except MALFORMED:
             shown = str(answer)[:MOST_ANSWER]
             what = f"{path} of {server.url} gave no log-probs of the prompt: {shown}"
             raise server.fault(what, self.kind.needed_version) from None
@@ -204,7 +206,7 @@ class TeacherServers(ServerClient):
                 what = f"{server.url} gave token {token}, and the trained model has {self.vocabulary} tokens"
                 fix = "serve a teacher with the vocabulary of the trained model"
                 raise server.fault(what, fix, is_refusal=True)
-            if not math.isfinite(log_prob):
+            if not math.isfinite(log_prob) or log_prob < LEAST_LOG_PROB:
                 raise MalformedAnswer(f"a log-prob is {log_prob}")
         # A log-prob far above 0 is an error that the next lines report; `exp` must not overflow.
         chosen = sum(math.exp(min(log_prob, 1.0)) for _, log_prob in likeliest)

@@ -127,9 +127,14 @@ def make_tool(function: Callable[..., Any], where: str) -> Tool:
 
     Raises ConfigError for a parameter without a type, or of a type that has no JSON schema.
     """
-    name = function.__name__
+    name = getattr(function, "__name__", "")
+    if not name.isidentifier():
+        what = f"{function!r} has no name; a tool is a function with one"
+        raise ConfigError(what, where=where, fix="define it with `def`")
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"{name} is async; a tool is a plain function", where=where)
+    if inspect.isgeneratorfunction(function):
+        raise ConfigError(f"{name} yields values; a tool returns one", where=where)
     summary, descriptions = _read_docstring(inspect.getdoc(function) or "")
     fields = _fields(function, descriptions, where)
     try:
@@ -138,6 +143,11 @@ def make_tool(function: Callable[..., Any], where: str) -> Tool:
     except (PydanticUserError, NameError, TypeError) as error:
         first, *_ = str(error).splitlines()
         raise ConfigError(f"{name} has no JSON schema: {first}", where=where) from error
+    for parameter in fields:
+        # pydantic takes a field of this name for its own settings.
+        if parameter not in arguments.model_fields:
+            what = f"a parameter of a tool cannot be called {parameter}"
+            raise ConfigError(what, where=where, fix="rename it")
     # Nothing that the model needs to know.
     parameters.pop("additionalProperties", None)
     _drop_titles(parameters)
@@ -207,5 +217,7 @@ def _drop_titles(schema: Any) -> None:
         return
     if isinstance(schema.get("title"), str):
         del schema["title"]
-    for entry in schema.values():
-        _drop_titles(entry)
+    for key, entry in schema.items():
+        # A default is a value and no schema.
+        if key != "default":
+            _drop_titles(entry)

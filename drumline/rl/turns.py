@@ -26,7 +26,8 @@ from drumline.rl.tool_calls import Call, find_format, parse_turn
 
 # What a conversation is called in errors of its template.
 ORIGIN = "the environment's messages"
-# A conversation in which an answer is searched for. The answer is no word of a template.
+# A conversation in which an answer is searched for. The answer is no word of a template, nor of the
+# environment's messages (`_answer_beside`).
 _QUESTION = {"role": "user", "content": "?"}
 _ANSWER = "drumline-answer"
 # Mistral's templates require ids of nine letters and digits.
@@ -140,9 +141,10 @@ class ChatTurns:
 
     def _after_answer(self, messages: Messages) -> str:
         """Return what the template writes behind the words of an answer."""
-        answer = {"role": "assistant", "content": _ANSWER}
+        words = _answer_beside(messages)
+        answer = {"role": "assistant", "content": words}
         text = self._render([_QUESTION, answer, *messages], to_answer=True)
-        before, found, after = text.rpartition(_ANSWER)
+        before, found, after = text.rpartition(words)
         if not found or not before:
             raise _unfit("the template does not show the answer before them")
         return after
@@ -152,13 +154,14 @@ class ChatTurns:
 
         The answer has a call for each result among the messages.
         """
+        words = _answer_beside(messages)
         calls: list[Call] = []
         labelled = []
         for message in messages:
             if message["role"] == "tool":
                 identifier = message.get("tool_call_id", _CALL_ID.format(len(calls)))
                 name = message.get("name", "tool")
-                calls.append(Call(name, {"argument": _ANSWER}, identifier))
+                calls.append(Call(name, {"argument": words}, identifier))
                 message = {**message, "tool_call_id": identifier}
             labelled.append(message)
         entries = _call_entries(calls)
@@ -167,8 +170,8 @@ class ChatTurns:
         text = self._render([_QUESTION, answer, *labelled], to_answer=True)
         # Only what stands behind the call's last argument is compared: before a call that is the last
         # turn, some templates write reasoning.
-        _, found, end_of_head = head.rpartition(_ANSWER)
-        _, _, after = text.rpartition(_ANSWER)
+        _, found, end_of_head = head.rpartition(words)
+        _, _, after = text.rpartition(words)
         if not found or not after.startswith(end_of_head):
             raise _unfit("the template renders the calls before them differently")
         return after[self._turn_end(end_of_head) :]
@@ -222,6 +225,15 @@ def _template_text(tokenizer: Any) -> str:
     if isinstance(template, dict):
         return " ".join(template.values())
     return template or ""
+
+
+def _answer_beside(messages: Messages) -> str:
+    """Return the words of an answer that none of the messages has."""
+    text = json.dumps(messages)
+    words = _ANSWER
+    while words in text:
+        words += "+"
+    return words
 
 
 def _call_entries(calls: Sequence[Call]) -> list[dict[str, Any]]:

@@ -94,6 +94,8 @@ def sampling_options(
         "stop": list(config.stop),
         "stop_token_ids": end_tokens,
         "include_stop_str_in_output": True,
+        # A stop text may have special tokens, which vLLM leaves out of its text by default.
+        "skip_special_tokens": False,
         "logprobs": 0,
     }
 
@@ -319,7 +321,7 @@ class RemoteVLLM(ServedGenerator):
 def _parse_answer(answer: Any) -> Completion | None:
     """Return the completion in an answer of /v1/completions; None if it is empty or was broken off.
 
-    Raises TypeError, KeyError, IndexError, ValueError or AttributeError for an answer of another form.
+    Raises an error of `servers.MALFORMED` for an answer of another form.
     """
     choice = answer["choices"][0]
     tokens = []

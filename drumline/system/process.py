@@ -416,8 +416,15 @@ def start_module(module: str, *arguments: str, pass_fds: Sequence[int]) -> subpr
     reads. `pass_fds`: file descriptors that it inherits.
     """
     command = [sys.executable, "-m", module, *arguments]
+    # Sets of texts have the same order in each process, so that code of the user's does the same.
+    env = {"PYTHONHASHSEED": "0", **os.environ}
     return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=pass_fds, start_new_session=True
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        pass_fds=pass_fds,
+        start_new_session=True,
     )
 
 

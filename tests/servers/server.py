@@ -95,7 +95,9 @@ class RealServer:
             "--port": str(port),
             "--max-model-len": str(POSITIONS),
         }
+        # vLLM 0.32 on a CPU dies if it reads the prompt of a request with a seed in parts.
         arguments = [str(COMMAND), "serve", str(self.model), "--enforce-eager"]
+        arguments.append("--no-enable-chunked-prefill")
         if self.has_adapters:
             arguments.append("--enable-lora")
             options["--max-lora-rank"] = str(MOST_RANK)

@@ -17,7 +17,7 @@ from drumline.rl.conversations import Conversation, Turn
 from drumline.rl.generate import Completion, InferenceCopy, Request
 from drumline.rl.pending import PendingRollout
 from drumline.rl.restarts import CheckedSampling
-from drumline.rl.rollouts import load_pending
+from drumline.rl.rollouts import load_pending, require_same_groups
 from drumline.telemetry.events import Rollout
 from tests.tiny import read_model
 from tests.unit.report_runs import story
@@ -134,6 +134,15 @@ def test_pending_rollouts_come_back_from_a_checkpoint() -> None:
 
     assert unknown.version is None, "a server kept its own weights"
     assert not load_pending([], 6, 2)
+
+
+def test_pending_groups_of_another_size_are_refused() -> None:
+    """Advantages would compare completions of several prompts, or miss some of a prompt."""
+    require_same_groups({"group_size": 4}, 4)
+    require_same_groups({}, 4)
+
+    with pytest.raises(ConfigError, match="sampled ahead, 4 completions of each prompt"):
+        require_same_groups({"group_size": 4}, 8)
 
 
 def test_a_pending_episode_of_turns_comes_back_from_a_checkpoint() -> None:

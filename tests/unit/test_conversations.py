@@ -125,6 +125,17 @@ def test_a_reply_is_what_the_template_writes_between_two_turns(
     assert tokenizer.decode(chat.reply(messages, last)) == f"<|im_end|>{expected}"
 
 
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_a_reply_may_have_the_words_by_which_it_is_found(role: str) -> None:
+    chat = chat_turns(THINKING)
+    messages = [{"role": role, "content": "I say drumline-answer here", "name": "add"}]
+    tokens = chat.reply(messages, chat.tokenizer.eos_token_id)
+    expected = (
+        f"\n<|im_start|>{role}\nI say drumline-answer here<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert chat.tokenizer.decode(tokens) == expected
+
+
 @pytest.mark.parametrize("name", ["chatml", "qwen", "llama-3", "mistral"])
 def test_with_the_prompt_they_are_the_template_s_whole_conversation(name: str) -> None:
     chat = chat_turns(read_template(name))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from drumline.algorithms.gkd.spec import GKDConfig
 from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.config.data import PROMPT_FORMS, DataConfig, FileSource, TasksSource
 from drumline.config.load import load
@@ -19,6 +20,7 @@ from tests.harness import write_config, write_rows
 from tests.plans import resolve_plan
 from tests.tiny import CHATML, tiny_tokenizer
 
+HALF_SAMPLED = {"kind": "gkd", "teacher": {"id": "x"}, "on_policy_share": 0.5}
 SOURCE = {"kind": "file", "path": "x.jsonl"}
 PROMPT = "<|im_start|>user\ntwo plus three<|im_end|>\n<|im_start|>assistant\n"
 
@@ -137,6 +139,12 @@ def test_what_verifiers_ask_for_comes_along() -> None:
 
     assert text.values["completion"] == extra["answer"]
     assert "entry" not in text.extra
+
+    # On-policy distillation learns some completions of rows, and scores those that it samples.
+    both = next(read_rows(source, Path(), GKDConfig.model_validate(HALF_SAMPLED).forms))
+
+    assert both.values["completion"] == extra["answer"]
+    assert both.extra["entry"] == extra["entry"]
 
     grids = TasksSource(kind="tasks", tasks={"arc_agi": {}}, size=2)
     with pytest.raises(DataError, match="JSON cannot hold"):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,12 @@ import pytest
 
 from drumline.config.rollouts import ClassEnvironment, OpenEnvEnvironment, ToolsEnvironment
 from drumline.errors import ConfigError, EnvironmentFault
-from drumline.rl.environments import Environments, Reply, check_importable
+from drumline.rl.environments import (
+    ENDED_WITH_OTHERS,
+    Environments,
+    Reply,
+    check_importable,
+)
 from drumline.rl.rewards import START_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -117,6 +124,47 @@ def test_the_process_that_imports_is_replaced(
     assert reply.failure is None
     # Before anything else, the new process gets the time that its import may take.
     assert granted[0] > 2 * START_SECONDS
+
+
+def test_a_process_that_was_started_by_a_thread_outlives_it(naughty: Environments) -> None:
+    """Episodes that are sampled ahead are played in a thread of their rollout."""
+    (server,) = psutil.Process(naughty._server.process.pid).children()
+    server.kill()
+    naughty._server.process.wait(timeout=10)
+    with ThreadPoolExecutor(1) as rollout:
+        (reply,) = rollout.submit(replies_to, naughty, ["well"]).result()
+    assert reply.failure is None
+    guard = naughty._server.process
+    with pytest.raises(subprocess.TimeoutExpired):
+        guard.wait(timeout=1)
+    (reply,) = replies_to(naughty, ["well"])
+    assert reply.failure is None
+    assert naughty._server.process is guard
+
+
+def test_an_episode_says_that_the_process_of_all_was_killed(naughty: Environments) -> None:
+    naughty.reset({0: {"do": "well"}}, {0: 0})
+    (server,) = psutil.Process(naughty._server.process.pid).children()
+    server.kill()
+    naughty._server.process.wait(timeout=10)
+    reply = naughty.step({0: {"role": "assistant", "content": "hm"}}, {0: 0})[0]
+    assert reply.failure == ENDED_WITH_OTHERS
+
+
+def test_sets_of_texts_have_one_order_in_all_processes(naughty: Environments) -> None:
+    other = Environments(environment("tests.episodes:Naughty"), Path())
+    other.tools()
+    (first,) = replies_to(naughty, ["set"])
+    (second,) = replies_to(other, ["set"])
+    other.close()
+    assert first.failure is None
+    assert first.messages == second.messages
+
+
+def test_half_of_a_surrogate_pair_is_no_text(naughty: Environments) -> None:
+    """A model's call may have one as an escape of JSON, and an environment may repeat it."""
+    (reply,) = replies_to(naughty, ["half"])
+    assert reply.messages == [{"role": "user", "content": "a\ufffdb 🥁"}]
 
 
 TOOLS = '''

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+import drumline as drumline_package
 from drumline.plan.facts import ModelFacts, Weight
 from drumline.planner.cost.activations import FP32_BYTES, formula
 from tests.unit.test_head_bytes import LiveBytes
@@ -87,3 +88,22 @@ def test_attention_of_whole_heads_is_not_counted_by_scores() -> None:
     longer = layout("ddp", 2, length=2 * LENGTH)
     assert formula(plan, falcon(2)).saved_block == formula(longer, falcon(2)).saved_block
     assert formula(plan, falcon(1)).saved_block < formula(longer, falcon(1)).saved_block
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("micro_batch", "verdict"), [(1, "tight"), (4, "")])
+def test_falcon_7b_under_zero_2_is_not_promised_to_fit(micro_batch: int, verdict: str) -> None:
+    """A run of it ran out of memory on 8 A100 of 40 GB; its micro-batch is not published."""
+    plans = drumline_package.plan(
+        overrides={
+            "strategy": "zero2",
+            "memory.activation_checkpointing": "full",
+            "batch.micro_batch": micro_batch,
+        },
+        model="falcon-7b",
+        cluster="8xa100-40g",
+        algorithm="sft",
+        length=2048,
+    )
+    verdicts = [plan.verdict for plan in plans.ranked if plan.name == "zero2"]
+    assert verdicts == [verdict] * bool(verdict)

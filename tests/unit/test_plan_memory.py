@@ -18,9 +18,20 @@ from drumline.plan.facts import ModelFacts, PipelinePart, Weight, local_numel, p
 from drumline.plan.plan import BatchPlan, Layout, Plan, RolePlan
 from drumline.plan.stages import plan_pipeline
 from drumline.planner.cost.activations import formula
-from drumline.planner.cost.memory import host_memory, memory, pending_activations
+from drumline.planner.cost.memory import (
+    casts_of_pending,
+    host_memory,
+    memory,
+    part_of_pp_rank,
+    pending_activations,
+)
 from drumline.planner.cost.rollouts import episodes_bytes
-from drumline.planner.cost.terms import CommunicationVolume, State
+from drumline.planner.cost.terms import (
+    LOW_BYTES,
+    CommunicationVolume,
+    State,
+    casts_of_a_micro_batch,
+)
 from drumline.planner.cost.traffic import flows
 from drumline.planner.strategies.base import StrategyCost
 from tests.harness import LETTERS
@@ -299,6 +310,28 @@ def test_blocks_in_flight(
     plan = layout({"kind": "pp", "schedule": schedule}, 4, accumulation=accumulation)
     for rank in range(4):
         assert pending_activations(plan, rank, 2).blocks == pytest.approx(blocks[rank])
+
+
+@pytest.mark.parametrize(
+    ("recomputation", "copies"), [("none", [4, 3, 2, 1]), ("full", [0, 0, 0, 0])]
+)
+def test_each_pending_micro_batch_keeps_its_casts_of_weights(
+    recomputation: str, copies: list[int]
+) -> None:
+    plan = layout(
+        {"kind": "pp", "schedule": "1f1b"},
+        4,
+        accumulation=8,
+        precision="bf16",
+        memory={"activation_checkpointing": recomputation},
+    )
+    activations = formula(plan, FACTS)
+    for rank in range(4):
+        model_part = part_of_pp_rank(plan, FACTS, rank)
+        cast = casts_of_a_micro_batch(plan, FACTS, model_part, activations)
+        further = casts_of_pending(plan, FACTS, model_part, rank, activations)
+        one = LOW_BYTES * PER_BLOCK * model_part.blocks
+        assert cast + further == pytest.approx(copies[rank] * one)
 
 
 def large(strategy: str | dict[str, Any], **options: Any) -> Memory:

@@ -126,6 +126,15 @@ NONSENSE: dict[str, tuple[Any, str]] = {
         answer_of([place_of([float("nan")] * TOP_K)] * len(TOKENS)),
         "a log-prob is nan",
     ),
+    "below fp32": (
+        answer_of([place_of([*EVEN[1:], -1e300])] * len(TOKENS)),
+        "a log-prob is -1e+300",
+    ),
+    "a number too large": (
+        answer_of([place_of([*EVEN[1:], 10**400])] * len(TOKENS)),
+        "gave no log-probs of the prompt",
+    ),
+    "nested too deep": ("[" * 100_000, "is no JSON"),
     "another vocabulary": (
         answer_of([place_of(EVEN, ENTRIES - 1)] * len(TOKENS)),
         f"gave token {ENTRIES}, and the trained model has {ENTRIES} tokens",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -169,6 +171,23 @@ async def later() -> str:
     return ""
 
 
+def numbers(most: int) -> Iterator[int]:
+    yield most
+
+
+def settings(model_config: int) -> int:
+    return model_config
+
+
+def greet(who: dict[str, str] = {"title": "Dr"}) -> str:  # noqa: B006 — a schema shows the default
+    return str(who)
+
+
+def test_a_default_is_shown_as_it_is() -> None:
+    parameters = make_tool(greet, "here").schema["function"]["parameters"]
+    assert parameters["properties"]["who"]["default"] == {"title": "Dr"}
+
+
 def test_a_schema_is_made_of_types_and_docstring() -> None:
     function = make_tool(add, "here").schema["function"]
     assert function["name"] == "add"
@@ -216,6 +235,10 @@ def test_a_result_has_the_label_of_its_call() -> None:
         (many, "the parameter values of many cannot be given by its name"),
         (odd, "odd has no JSON schema"),
         (later, "later is async"),
+        (numbers, "numbers yields values"),
+        (settings, "a parameter of a tool cannot be called model_config"),
+        (partial(add, 1), "has no name"),
+        (lambda: 1, "has no name"),
     ],
 )
 def test_a_function_that_cannot_be_a_tool_is_refused(function: Any, line: str) -> None:

@@ -117,6 +117,17 @@ def test_completions_are_what_the_seeds_say_in_the_order_of_the_requests(
     assert server.most_at_once <= 3
 
 
+@pytest.mark.slow
+def test_a_stop_text_may_be_a_special_token(server: StubServer, model: Path) -> None:
+    requests = [Request(REQUESTS[0].tokens, (0, sample)) for sample in range(60)]
+    options: dict[str, Any] = {"max_new_tokens": 12, "stop": ("<|im_start|>",)}
+    here = HFGenerator(c.HFGenerator(**options), read_model(model), tiny_tokenizer(), 7)
+    expected = here.generate(requests, 5)
+    start = tiny_tokenizer().convert_tokens_to_ids("<|im_start|>")
+    assert any(completion.tokens[-1] == start for completion in expected)
+    assert_same(client(server, **options).generate(requests, 5), expected)
+
+
 def test_requests_are_under_way_side_by_side(server: StubServer) -> None:
     made = client(server, batch=2)
     made.generate(REQUESTS[:1], 0)
@@ -197,6 +208,8 @@ def test_what_cannot_be_asked_of_vllm_is_refused_by_the_config() -> None:
 NO_VLLM: dict[str, Any] = {
     "no JSON": "<html>",
     "does not name a model": {"data": []},
+    "not name a model": {"data": [3]},
+    "name a model": {"data": [{"id": "tiny", "max_model_len": "long"}]},
     "answered 503: EngineCore encountered": 503,
 }
 
@@ -227,6 +240,14 @@ ABORTED = {
     "logprobs": {"tokens": ["token_id:5"], "token_logprobs": [-1.0]},
     "finish_reason": "abort",
 }
+
+
+def answer_with(log_prob: float) -> dict[str, Any]:
+    """Return an answer of one token with this log-prob."""
+    told = {"tokens": ["token_id:5"], "token_logprobs": [log_prob]}
+    return {"choices": [{"logprobs": told, "finish_reason": "stop"}]}
+
+
 # The message → how the server fails when it is asked for completions.
 FAILURES: dict[str, Any] = {
     "answered 500: EngineCore encountered an issue": 500,
@@ -234,6 +255,9 @@ FAILURES: dict[str, Any] = {
     "v1/completions: .*(closed|reset|disconnected)": "cut",
     "no tokens with log-probs": {"choices": [WITHOUT_LOG_PROBS]},
     "no tokens": {"choices": [ABORTED]},
+    "is no JSON": "[" * 100_000,
+    "gave 5 as a log-prob, which is above 0": answer_with(5.0),
+    "no tokens .*1000000": answer_with(10**400),
 }
 
 

@@ -18,7 +18,7 @@ from drumline.config.algorithm import (
     TeachingSpec,
     Trained,
 )
-from drumline.config.data import PROMPT_FORMS, DataConfig, Forms
+from drumline.config.data import ANSWERED_PROMPT_FORMS, PROMPT_FORMS, DataConfig, Forms
 from drumline.config.rollouts import Reward
 from drumline.config.section import RefusesNull
 from drumline.plan.plan import Plan
@@ -105,7 +105,7 @@ class GKDConfig(SamplingSpec, TeachingSpec):
     def forms(self) -> Forms:
         """The forms of a row: a prompt, and its completion if `on_policy_share` is below 1."""
         if self.sampled_share < 1:
-            return (("prompt", "completion"), ("messages",))
+            return ANSWERED_PROMPT_FORMS
         return PROMPT_FORMS
 
     @property
@@ -127,7 +127,7 @@ class GKDConfig(SamplingSpec, TeachingSpec):
         """Return what the token cache depends on, here also whether samples keep their completion."""
         parts = super().cache_parts()
         if self.sampled_share < 1:
-            parts["keeps_completion"] = True
+            parts["keeps"] = ["completion", "what verifiers need"]
         return parts
 
     def segment_names(self, segments: int) -> list[str]:

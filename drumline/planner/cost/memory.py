@@ -65,6 +65,7 @@ from drumline.planner.cost.terms import (
     PRECISION_BYTES,
     Buffers,
     State,
+    casts_of_a_micro_batch,
     compute_mode_of,
     entry_bytes,
     stream_entry_bytes,
@@ -240,6 +241,8 @@ def memory_of_rank(
     state = state_of(layout, facts, model_part)
     auxiliary = auxiliary_state(layout, facts, pp_rank)
     buffers = _all_buffers(layout, facts, model_part, state, activations)
+    through = buffers.through + casts_of_pending(layout, facts, model_part, pp_rank, activations)
+    buffers = replace(buffers, through=through)
     phases = _phases(layout, facts, model_part, pp_rank, state, buffers, activations)
     if _first_numbers(layout, facts):
         compared = _first_pass_bytes(layout, facts)
@@ -789,19 +792,55 @@ def pending_activations(layout: Layout, pp_rank: int, blocks: int) -> PendingAct
     stages = pipeline.stages_per_rank
     schedule_rounds = max(1, micro_batches // ranks)
     per_round = micro_batches // schedule_rounds
-    ranks_after = ranks - 1 - pp_rank
+    # The forwards of a rank before its first backward (Narayanan et al. 2021, section 2.2).
+    warm_up = (stages - 1) * per_round + 2 * (ranks - 1 - pp_rank) + 1
     surplus = 1.0
     if pipeline.schedule == "zero_bubble":
-        # Each rank keeps as much as the first one.
-        ranks_after = ranks - 1
+        # Half as many of them wait for the ranks after this one (Qi et al. 2023). A later rank takes the
+        # gradients of weights later, so each keeps as much as the first one.
+        warm_up = (stages - 1) * per_round + ranks
         surplus = ZERO_BUBBLE_SURPLUS
-    # The forwards of a rank before its first backward (Narayanan et al. 2021, section 2.2).
-    warm_up = (stages - 1) * per_round + 2 * ranks_after + 1
-    waiting_stages = min(warm_up, micro_batches * stages) * surplus
+    waiting_stages = min(warm_up, micro_batches * stages)
+    blocks_of_turns = _blocks_of_turns(layout, pp_rank, blocks)
+    waiting_blocks = 0
+    for number in range(waiting_stages):
+        # A round of micro-batches goes through a stage before the next stage has its turn.
+        waiting_blocks += blocks_of_turns[number // per_round % stages]
     return PendingActivations(
-        blocks=waiting_stages * math.ceil(blocks / stages),
-        micro_batches=math.ceil(waiting_stages / stages),
+        blocks=waiting_blocks * surplus,
+        micro_batches=math.ceil(waiting_stages * surplus / stages),
     )
+
+
+def _blocks_of_turns(layout: Layout, pp_rank: int, blocks: int) -> list[int]:
+    """Return the number of blocks of each stage of a pipeline rank, in the order of their turns.
+
+    `blocks`: of all these stages, taken to be equal if the layout does not say how they are cut.
+    """
+    assert layout.pipeline is not None
+    stages = layout.pipeline.stages_per_rank
+    own = layout.pipeline.layers[pp_rank :: layout.mesh.pp]
+    if len(own) != stages:
+        return [math.ceil(blocks / stages)] * stages
+    return [stop - first for first, stop in own]
+
+
+def casts_of_pending(
+    layout: Layout,
+    facts: ModelFacts,
+    model_part: PipelinePart,
+    pp_rank: int,
+    activations: Activations,
+) -> float:
+    """Return the bytes of the casts of weights that the micro-batches of a pipeline keep, but for one.
+
+    A stage enters autocast for each micro-batch, and its casts live until the micro-batch's backward.
+    """
+    if layout.pipeline is None or model_part.blocks == 0:
+        return 0.0
+    pending = pending_activations(layout, pp_rank, model_part.blocks)
+    pending_micro_batches = pending.blocks / model_part.blocks
+    return max(0.0, pending_micro_batches - 1) * casts_of_a_micro_batch(layout, facts, model_part, activations)
 
 
 def auxiliary_state(layout: Layout, facts: ModelFacts, pp_rank: int) -> State:

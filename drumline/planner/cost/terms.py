@@ -400,6 +400,7 @@ def replica_buffers(
     mesh = layout.mesh
     strategy = layout.strategy
     here = part_sizes(facts, model_part, mesh.tp)
+    largest_in_blocks = part_sizes(facts, _blocks_alone(model_part), mesh.tp).largest
     gradients = state.gradients
     # Ranks that share the optimizer step (shard_optimizer). Each steps some rows of the weights, and
     # averages only these rows of the gradients.
@@ -437,7 +438,7 @@ def replica_buffers(
         through=through,
         # A new gradient is a tensor of its own until it is added to the one before. Averaging
         # weights, local SGD and DiLoCo take no more than gradients did, which are freed by then.
-        backward=casts.block + entry_bytes(layout) * here.largest,
+        backward=casts.block + entry_bytes(layout) * largest_in_blocks,
         last=last,
         step=step,
         average=average,
@@ -469,6 +470,11 @@ def _averaging_bytes(layout: Layout, gradients: int, here: Sizes) -> float:
     return min(gradients, 2 * bucket)
 
 
+def _blocks_alone(model_part: PipelinePart) -> PipelinePart:
+    """Return the part of a model without what is outside of its blocks."""
+    return PipelinePart(model_part.stages, first=False, last=False)
+
+
 class CastBytes(NamedTuple):
     """Bytes of the casts of weights that autocast caches, by the phases of `Buffers`.
 
@@ -495,8 +501,7 @@ def _cast_bytes(
     block = 0
     # Frozen weights are in the low precision already; fp8 casts weights when they are used.
     if compute_mode_of(layout) == "autocast" and not layout.uses_fp8:
-        blocks_alone = PipelinePart(model_part.stages, first=False, last=False)
-        all_blocks = LOW_BYTES * part_sizes(facts, blocks_alone, tp).trainable
+        all_blocks = LOW_BYTES * part_sizes(facts, _blocks_alone(model_part), tp).trainable
         largest = LOW_BYTES * largest_block(facts, model_part, tp).trainable
         if not recomputes:
             through = all_blocks
@@ -515,6 +520,13 @@ def _cast_bytes(
         through = blocks * kept_in_block + kept_outside
         forward = max(0, made - through)
     return CastBytes(forward, through, block)
+
+
+def casts_of_a_micro_batch(
+    layout: Layout, facts: ModelFacts, model_part: PipelinePart, activations: Activations | None
+) -> float:
+    """Return the bytes of autocast's casts of weights that a micro-batch keeps for its backward."""
+    return _cast_bytes(layout, facts, model_part, activations).through
 
 
 def send_gradients(
