@@ -43,7 +43,7 @@ PACKAGES = {
 # hundreds of modules, which took over two minutes on two busy cores.
 PACKAGE_START_SECONDS = 900.0
 # The failure of an episode whose process was killed with that of all environments.
-ENDED_WITH_OTHERS = "was ended with the process that all environments are forked from"
+FORKING_PROCESS_KILLED = "was ended with the process that all environments are forked from"
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class EnvironmentProcess:
             return self.server.end_fork(pid, patience)
         except (EOFError, OSError, MalformedMessage):
             # The server has ended, and with it all of its forks.
-            self.failure = ENDED_WITH_OTHERS
+            self.failure = FORKING_PROCESS_KILLED
             return None
         finally:
             self.channel.end.close()

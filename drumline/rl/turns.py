@@ -140,11 +140,11 @@ class ChatTurns:
         return ids
 
     def _after_answer(self, messages: Messages) -> str:
-        """Return what the template writes behind the words of an answer."""
-        words = _answer_beside(messages)
-        answer = {"role": "assistant", "content": words}
+        """Return what the template writes behind the text of an answer."""
+        content = _answer_beside(messages)
+        answer = {"role": "assistant", "content": content}
         text = self._render([_QUESTION, answer, *messages], to_answer=True)
-        before, found, after = text.rpartition(words)
+        before, found, after = text.rpartition(content)
         if not found or not before:
             raise _unfit("the template does not show the answer before them")
         return after
@@ -228,12 +228,12 @@ def _template_text(tokenizer: Any) -> str:
 
 
 def _answer_beside(messages: Messages) -> str:
-    """Return the words of an answer that none of the messages has."""
+    """Return the text of an answer that none of the messages contains."""
     text = json.dumps(messages)
-    words = _ANSWER
-    while words in text:
-        words += "+"
-    return words
+    answer = _ANSWER
+    while answer in text:
+        answer += "+"
+    return answer
 
 
 def _call_entries(calls: Sequence[Call]) -> list[dict[str, Any]]:
