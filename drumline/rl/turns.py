@@ -154,14 +154,14 @@ class ChatTurns:
 
         The answer has a call for each result among the messages.
         """
-        words = _answer_beside(messages)
+        content = _answer_beside(messages)
         calls: list[Call] = []
         labelled = []
         for message in messages:
             if message["role"] == "tool":
                 identifier = message.get("tool_call_id", _CALL_ID.format(len(calls)))
                 name = message.get("name", "tool")
-                calls.append(Call(name, {"argument": words}, identifier))
+                calls.append(Call(name, {"argument": content}, identifier))
                 message = {**message, "tool_call_id": identifier}
             labelled.append(message)
         entries = _call_entries(calls)
@@ -170,8 +170,8 @@ class ChatTurns:
         text = self._render([_QUESTION, answer, *labelled], to_answer=True)
         # Only what stands behind the call's last argument is compared: before a call that is the last
         # turn, some templates write reasoning.
-        _, found, end_of_head = head.rpartition(words)
-        _, _, after = text.rpartition(words)
+        _, found, end_of_head = head.rpartition(content)
+        _, _, after = text.rpartition(content)
         if not found or not after.startswith(end_of_head):
             raise _unfit("the template renders the calls before them differently")
         return after[self._turn_end(end_of_head) :]
