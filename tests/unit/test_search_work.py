@@ -12,10 +12,12 @@ from drumline.planner.report.output import overrides
 from drumline.planner.search.advice import smallest_changes
 from drumline.planner.search.answer import (
     TIE,
+    UNMEASURED,
     Answer,
     Candidate,
     Question,
     risk_adjusted_speed,
+    trust,
 )
 from drumline.planner.search.family import Bar
 from drumline.planner.search.gains import gains
@@ -226,3 +228,31 @@ def test_savings_are_not_tried_where_they_are_not_needed_or_the_user_has_decided
             assert not memory.activation_offload
             assert memory.mlp_chunk is None
     assert "single" in [refused.name for refused in decided.refused]
+
+
+def test_cutting_long_rows_goes_before_offloading_their_activations() -> None:
+    question = asked("llama-3.1-8b", "8xh100-80g", "data.max_length=131072")
+    first, *rest = search(question, first_only=True).ranked
+
+    assert first.layout.mesh.cp == 8
+    assert first.estimate.verdict == "fits"
+    assert not first.config.memory.activation_offload
+    offloaded = next(each for each in rest if each.config.memory.activation_offload)
+    assert trust(offloaded.layout) == trust(first.layout)
+    assert first.estimate.tokens_per_s > offloaded.estimate.tokens_per_s
+
+
+def test_each_part_that_no_run_has_confirmed_counts() -> None:
+    question = asked("llama-3.1-8b", "1xh100-80g", *LONG_ROWS)
+    answer = search(question)
+    single, on_host = (
+        next(each for each in answer.ranked if each.name == name)
+        for name in ("single", "fsdp2 offload")
+    )
+    assert single.config.memory.activation_offload
+    assert trust(single.layout) == 1 - UNMEASURED
+
+    memory = on_host.config.memory.model_copy(update={"activation_offload": True})
+    config = on_host.config.model_copy(update={"memory": memory})
+    both = on_host.layout.model_copy(update={"config": config})
+    assert trust(both) == (1 - UNMEASURED) ** 2

@@ -20,9 +20,8 @@ from drumline.planner.search.answer import (
     Answer,
     Candidate,
     Question,
-    discounted_speed,
-    is_speed_confirmed,
     risk_adjusted_speed,
+    trust,
 )
 from drumline.planner.search.budget import CHECKPOINTING
 from drumline.planner.search.search import search, search_space
@@ -264,8 +263,8 @@ def why_worse(rival: Rival, show: Callable[[float], str]) -> str:
         text = f"it takes {show(slower)} × as long: for a million tokens"
         text += f" {' and '.join(parts[:2])} more seconds"
     remarks = []
-    if not is_speed_confirmed(other.layout) and is_speed_confirmed(first.layout):
-        share = discounted_speed(other) / other.run_tokens_per_s
+    share = trust(other.layout)
+    if share < trust(first.layout):
         remarks.append(
             f"its speed counts {show(share)} ×, since hardly a measured run has confirmed it"
         )
