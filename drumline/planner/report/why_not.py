@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,11 @@ from drumline.planner.search.rival import (
     why_worse,
 )
 
+# Characters of a line in the head of a column, so that the table fits into 80.
+WIDEST_HEAD = 17
+# Terms that differ by a smaller share, as by padding, are shown as equal.
+LEAST_DIFFERENCE = 1e-3
+
 
 def report_why_not(answer: Answer, wanted: Wanted, console: Console, as_json: bool) -> None:
     """Print why the best plan that has what is wanted is not the first one.
@@ -46,11 +52,19 @@ def report_why_not(answer: Answer, wanted: Wanted, console: Console, as_json: bo
     name = rival.wanted.text
     if rival.other is not None:
         name = f"{name} ({rival.other.name})"
-    console.print(f"{name}: {why_worse(rival, number)}\n", markup=False, soft_wrap=True)
+    console.print(f"{name}: {why_worse(rival, number)}\n", markup=False)
     if rival.other is None or rival.is_first:
         return
-    columns = ("term", f"row 1:\n{rival.first.name}", f"{rival.wanted.text}:\n{rival.other.name}")
-    console.print(plain_table(console, (*columns, "more"), _rows(rival)))
+    wanted = rival.wanted.text
+    if len(wanted) > WIDEST_HEAD:
+        wanted = "wanted"
+    heads = ("term", _head("row 1", rival.first), _head(wanted, rival.other), "more")
+    console.print(plain_table(console, heads, _rows(rival)))
+
+
+def _head(text: str, candidate: Candidate) -> str:
+    """Return the head of a candidate's column: a text, and the name on as many lines as it needs."""
+    return "\n".join([f"{text}:", *textwrap.wrap(candidate.name, WIDEST_HEAD)])
 
 
 def _rows(rival: Rival) -> list[list[str]]:
@@ -62,9 +76,9 @@ def _rows(rival: Rival) -> list[list[str]]:
     for head in (VERDICT, NEEDS, STEP, SPEED):
         rows.append([head.replace("\n", " "), first[head], other[head], ""])
     sections = {
-        "GB of the fullest device at its peak": _memory_terms(rival),
+        "GB of a device at its peak": _memory_terms(rival),
         "seconds for a million tokens": time_terms(rival),
-        "GB that a device sends for a million tokens": traffic_terms(rival),
+        "GB sent for a million tokens": traffic_terms(rival),
     }
     for title, terms in sections.items():
         if terms:
@@ -93,8 +107,10 @@ def _rows_of_terms(terms: Sequence[Term]) -> list[list[str]]:
     total = Term("in all", sum(term.first for term in terms), sum(term.other for term in terms))
     rows = []
     for term in (*terms, total):
-        sign = "+" if term.difference > 0 else ""
-        difference = f"{sign}{number(term.difference)}"
+        difference = "0"
+        if abs(term.difference) > LEAST_DIFFERENCE * max(term.first, term.other):
+            sign = "+" if term.difference > 0 else ""
+            difference = f"{sign}{number(term.difference)}"
         rows.append([f"  {term.name}", number(term.first), number(term.other), difference])
     return rows
 

@@ -207,6 +207,15 @@ def why_not(estimate: Estimate) -> str:
     return text
 
 
+def excess(estimate: Estimate) -> float:
+    """Return what an estimate needs as a multiple of what a device has, or its host if that is more."""
+    of_device = estimate.memory.reserved / estimate.limit
+    if not estimate.host_limit:
+        return of_device
+    host_bytes = estimate.host.running if estimate.host_assumed else estimate.host.most
+    return max(of_device, host_bytes / estimate.host_limit)
+
+
 def describe_excess(needs: int, limit: int, what: str = "") -> str:
     """Return the text that `needs` bytes are more than `limit`: `91.3 GB > 80.0 GB`.
 

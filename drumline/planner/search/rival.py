@@ -33,6 +33,8 @@ FORM = (
     " compile=true, or a key of a YAML such as memory.checkpointed_blocks=8, precision.master=bf16 or"
     " strategy.sequence_parallel=false"
 )
+# The least share of what a device sends that is shown.
+LEAST_SENT = 1e-6
 TRUTH = {"true": True, "false": False}
 # Sections of a config that change neither the model nor the data.
 SECTIONS = ("batch", "compile", "memory", "optimizer", "precision", "strategy")
@@ -226,13 +228,19 @@ def time_terms(rival: Rival) -> list[Term]:
 
 
 def traffic_terms(rival: Rival) -> list[Term]:
-    """Return the GB that a device of both plans sends for a million tokens, by kind of collective."""
+    """Return the GB that a device of both plans sends for a million tokens, by kind of collective.
+
+    Kinds that are less than a millionth of all in both, such as sums of single numbers, are left out.
+    """
     assert rival.other is not None
     by_plan = []
     for candidate in (rival.first, rival.other):
         volumes = candidate.estimate.traffic.model_dump()
         share = 1e6 / candidate.layout.tokens_per_step / 1e9
-        named = {name.replace("_", "-"): share * value for name, value in volumes.items()}
+        named = {}
+        for name, bytes_ in volumes.items():
+            is_shown = bytes_ > LEAST_SENT * candidate.estimate.traffic.total
+            named[name.replace("_", "-")] = share * bytes_ * is_shown
         by_plan.append(named)
     return terms_of(*by_plan)
 
