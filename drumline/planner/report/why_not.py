@@ -55,10 +55,10 @@ def report_why_not(answer: Answer, wanted: Wanted, console: Console, as_json: bo
     console.print(f"{name}: {why_worse(rival, number)}\n", markup=False)
     if rival.other is None or rival.is_first:
         return
-    wanted = rival.wanted.text
-    if len(wanted) > WIDEST_HEAD:
-        wanted = "wanted"
-    heads = ("term", _head("row 1", rival.first), _head(wanted, rival.other), "more")
+    text = rival.wanted.text
+    if len(text) > WIDEST_HEAD:
+        text = "wanted"
+    heads = ("term", _head("row 1", rival.first), _head(text, rival.other), "more")
     console.print(plain_table(console, heads, _rows(rival)))
 
 
