@@ -404,7 +404,7 @@ def _show_explanation(answer: Answer, name: str, options: Options, console: Cons
         values = candidate_as_json(answer.question, found, options.tokens)
         print(json.dumps(values, indent=2))
     else:
-        text = explain(answer, name, options.tokens)
+        text = explain(answer, name, options.tokens, width=console.width)
         console.print(text, markup=False, soft_wrap=True)
 
 

@@ -142,6 +142,13 @@ def test_why_not_prints_both_plans(run: Run) -> None:
     for part in ("row 1:", "seconds for a million tokens", "communication", "in all", "compute"):
         assert part in out, part
 
+    long_key = "memory.activation_checkpointing=full"
+    code, out, err = run(*words[:-1], long_key, columns=80)
+    assert code == 0, err
+    assert "wanted:" in out
+    assert "…" not in out, "numbers are whole"
+    assert max(map(len, out.splitlines())) <= 80
+
     code, out, _ = run(*words, "--json")
     found = json.loads(out)["why_not"]
     assert found["wanted"] == "tp=4"
@@ -386,6 +393,12 @@ def test_a_run_that_is_in_time_at_the_slow_end_goes_first() -> None:
     assert cheapest([likely, late]) is likely
     assert cheapest([late]) is None
     assert cheapest([sure, rented(2.0, slow)]) == rented(2.0, slow)
+
+    more = replace(sure, question=replace(asked, cluster=replace(asked.cluster, nodes=2)))
+    more_cluster = replace(more.question.cluster, price_per_device_hour=1.49)
+    more = replace(more, question=replace(more.question, cluster=more_cluster))
+    assert more.worth < sure.worth
+    assert cheapest([more, sure]) is sure, "it costs as much, and has fewer devices"
 
 
 def rows_for(run: Run, *words: str) -> tuple[int, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 import pytest
@@ -9,14 +10,19 @@ import pytest
 from drumline.planner.public import plan
 from drumline.planner.report.explanation import explain
 from drumline.planner.report.output import overrides
-from drumline.planner.search.advice import smallest_changes
+from drumline.planner.report.table import VERDICT, main_cells
+from drumline.planner.search.advice import nothing_fits_error, smallest_changes
 from drumline.planner.search.answer import (
     TIE,
+    UNMEASURED,
     Answer,
     Candidate,
     Question,
+    excess,
     risk_adjusted_speed,
+    trust,
 )
+from drumline.planner.search.choice import larger_batch_line
 from drumline.planner.search.family import Bar
 from drumline.planner.search.gains import gains
 from drumline.planner.search.layouts import Estimator, estimate_layout
@@ -226,3 +232,77 @@ def test_savings_are_not_tried_where_they_are_not_needed_or_the_user_has_decided
             assert not memory.activation_offload
             assert memory.mlp_chunk is None
     assert "single" in [refused.name for refused in decided.refused]
+
+
+def test_cutting_long_rows_goes_before_offloading_their_activations() -> None:
+    question = asked("llama-3.1-8b", "8xh100-80g", "data.max_length=131072")
+    first, *rest = search(question, first_only=True).ranked
+
+    assert first.layout.mesh.cp == 8
+    assert first.estimate.verdict == "fits"
+    assert not first.config.memory.activation_offload
+    offloaded = next(each for each in rest if each.config.memory.activation_offload)
+    assert trust(offloaded.layout) == trust(first.layout)
+    assert first.estimate.tokens_per_s > offloaded.estimate.tokens_per_s
+
+
+def test_each_part_that_no_run_has_confirmed_counts() -> None:
+    question = asked("llama-3.1-8b", "1xh100-80g", *LONG_ROWS)
+    answer = search(question)
+    single, on_host = (
+        next(each for each in answer.ranked if each.name == name)
+        for name in ("single", "fsdp2 offload")
+    )
+    assert single.config.memory.activation_offload
+    assert trust(single.layout) == 1 - UNMEASURED
+
+    memory = on_host.config.memory.model_copy(update={"activation_offload": True})
+    config = on_host.config.model_copy(update={"memory": memory})
+    both = on_host.layout.model_copy(update={"config": config})
+    assert trust(both) == (1 - UNMEASURED) ** 2
+
+
+def test_a_batch_is_proposed_where_the_steps_are_too_short_for_the_devices() -> None:
+    short = asked("llama-3.1-8b", "8xh100-80g", "data.max_length=512")
+    answer = search(short)
+    line = larger_batch_line(answer, None)
+    shown = re.search(r"it is ([\d.]+) × as fast: --batch (\d+): (.+), ([\d,]+) tokens/s", line)
+    assert shown is not None, line
+    proposed = search(short.with_values("batch", global_samples=int(shown[2]))).ranked[0]
+    assert shown[3] == proposed.name == "fsdp2"
+    assert f"{proposed.estimate.tokens_per_s:,.0f}" == shown[4]
+    assert float(shown[1]) > 1.25
+
+    said = asked("llama-3.1-8b", "8xh100-80g", "data.max_length=512", "batch.global_samples=8")
+    assert larger_batch_line(search(said), None) == "", "the user has decided"
+
+
+def test_bf16_is_proposed_with_room_where_the_first_plan_is_tight() -> None:
+    answer = search(asked("qwen3-30b-a3b", "8xh100-80g"), first_only=True)
+    assert answer.ranked[0].estimate.verdict == "tight"
+    found = find_pure_bf16(answer)
+    assert found is not None
+    assert found.candidate.estimate.verdict == "fits"
+    assert "bf16 weights and moments: fits with room, +" in found.line
+
+
+def test_what_comes_nearest_to_fitting_counts_the_memory_of_the_host() -> None:
+    answer = search(asked("llama-3.1-8b", "1x4090"))
+    assert not answer.ranked
+    known = [refused.best for refused in answer.refused if refused.best is not None]
+    nearest = min(known, key=lambda each: excess(each.estimate))
+    assert f"nearest is {nearest.name}: " in nothing_fits_error(answer, ()).what
+    over = [each for each in known if each.estimate.memory.reserved > each.estimate.limit]
+    assert all(excess(each.estimate) > 1 for each in known)
+    assert over
+    assert main_cells(over[0])[VERDICT] == "no"
+    for_want_of_host = next(each for each in known if each not in over)
+    assert main_cells(for_want_of_host)[VERDICT] == "no (host)"
+
+
+def test_an_explanation_keeps_to_the_width_of_the_terminal() -> None:
+    answer = search(asked("llama-3.1-8b", "8xh100-80g", "strategy={kind: fsdp2, tp: 2}"))
+    whole = explain(answer, "1")
+    wrapped = explain(answer, "1", width=80)
+    assert max(map(len, wrapped.splitlines())) <= 80 < max(map(len, whole.splitlines()))
+    assert wrapped.split() == whole.split()

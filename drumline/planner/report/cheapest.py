@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -115,8 +116,8 @@ def _spec(rented: Rented) -> str:
 
 
 def _show(rentals: Sequence[Rented], chosen: Rented | None, console: Console) -> None:
-    """Print a row for each number of hosts, and the choice."""
-    rows = [_row(each) for each in rentals]
+    """Print a row for each number of hosts that says something, and the choice."""
+    rows = [_row(each) for each in _select(rentals)]
     heads = ("rented", "strategy", VERDICT, NEEDS, "hours", "in time", "device\nhours", "cost")
     console.print(plain_table(console, heads, rows, spare=(NEEDS, VERDICT, "device\nhours")))
     if chosen is None or chosen.best is None:
@@ -127,6 +128,28 @@ def _show(rentals: Sequence[Rented], chosen: Rented | None, console: Console) ->
     if chosen.in_time == "likely":
         what += "; at the slow end of its range it is late"
     console.print(f"\n{what}.", markup=False, soft_wrap=True)
+
+
+def _select(rentals: Sequence[Rented]) -> list[Rented]:
+    """Return what to show of each kind of host, the fewest first.
+
+    These are the most hosts that are late before the first that are not, the fewest that are likely
+    in time, the fewest that are surely, and the cheapest.
+    """
+    kinds: dict[tuple[str, int], list[Rented]] = {}
+    for each in rentals:
+        cluster = each.question.cluster
+        kinds.setdefault((cluster.device.name, cluster.per_node), []).append(each)
+    selected = []
+    for alike in kinds.values():
+        kept = [cheapest(alike)]
+        for in_time in ("yes", "likely"):
+            kept.append(next((each for each in alike if each.in_time == in_time), None))
+        late = list(itertools.takewhile(lambda each: each.in_time == "no", alike))
+        if late:
+            kept.append(late[-1])
+        selected += [each for each in alike if each in kept]
+    return selected
 
 
 def _row(rented: Rented) -> list[str]:

@@ -6,6 +6,7 @@ counted, its amount, and where the amount comes from.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from drumline.planner.report.output import needs_gb
 from drumline.planner.report.table import CATEGORIES, SECONDS, UNKNOWN, gradients_at_peak
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number, show_range
 from drumline.planner.search.gains import gains
+from drumline.planner.search.rival import LEAST_SENT
 from drumline.planner.search.stream import describe_stream
 from drumline.system.output import plural
 
@@ -29,6 +31,8 @@ LEAST_SHOWN_GB = 0.005
 PADDING_SHARE = 0.02
 PETA = 1e15
 TERA = 1e12
+# A text is not wrapped to fewer characters.
+NARROWEST = 20
 # The most names of candidates that an error lists.
 MOST_NAMES = 8
 # Phases of a step (cost.memory) in plain words.
@@ -111,10 +115,13 @@ def _propose_candidate(answer: Answer, name: str) -> str:
     return "nothing was found"
 
 
-def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
+def explain(
+    answer: Answer, name: str, tokens: float | None = None, width: int | None = None
+) -> str:
     """Return the explanation of the candidate with this name or row number.
 
-    `tokens`: of the whole run; None: those of its steps. Raises UserError as `pick` does.
+    `tokens`: of the whole run; None: those of its steps. `width`: the characters of a line, to which
+    the text is wrapped; None: it is not. Raises UserError as `pick` does.
     """
     candidate, refused = pick(answer, name)
     question = answer.question
@@ -125,18 +132,27 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
         "What it has besides a plain run": _explain_gains(question, candidate),
         memory_title: _explain_memory(question, candidate),
         "The same, phase by phase, GB": _explain_phases(candidate),
-        "Memory of a host, GB": _explain_host(candidate),
+        _host_title(candidate): _explain_host(candidate),
         "Seconds of a step": _explain_seconds(question, candidate),
         "GB that a device sends in a step": _explain_traffic(question, candidate),
         "The run": _explain_run(question, candidate, tokens),
     }
-    text = [_describe_verdict(candidate, refused)]
+    text = [_wrap(_describe_verdict(candidate, refused), width)]
     for title, lines in sections.items():
         # One device sends nothing, so its traffic has no lines.
         if lines:
             text += ["", title]
-            text += _align(lines)
+            text += _align(lines, width)
     return "\n".join(text)
+
+
+def _wrap(text: str, width: int | None, indent: int = 0) -> str:
+    """Return a text on lines of so many characters, the second and later ones indented."""
+    if width is None or width <= indent + NARROWEST:
+        return text
+    return textwrap.fill(
+        text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _describe_verdict(candidate: Candidate, refused: str | None) -> str:
@@ -160,15 +176,22 @@ def _describe_verdict(candidate: Candidate, refused: str | None) -> str:
     return f"{verdict}; {needs}, {share:.0%}: {meaning}"
 
 
-def _align(lines: list[Line]) -> list[str]:
-    """Return lines as text, in three columns of which the second is aligned at the right."""
+def _align(lines: list[Line], width: int | None) -> list[str]:
+    """Return lines as text, in three columns of which the second is aligned at the right.
+
+    `width`: the characters of a line, to which the third column is wrapped; None: it is not.
+    """
     what_width = max(len(line.what) for line in lines)
     amount_width = max(len(line.amount) for line in lines)
     aligned = []
     for line in lines:
-        what = line.what.ljust(what_width)
-        amount = line.amount.rjust(amount_width)
-        aligned.append(f"  {what}  {amount}  {line.source}".rstrip())
+        start = f"  {line.what.ljust(what_width)}"
+        if amount_width:
+            start += f"  {line.amount.rjust(amount_width)}"
+        indent = len(start) + 2
+        # The columns before are not text to wrap.
+        wrapped = _wrap(" " * indent + line.source, width, indent)
+        aligned.append(f"{start}  {wrapped[indent:]}".rstrip())
     return aligned
 
 
@@ -178,14 +201,17 @@ def _explain_run_settings(question: Question, candidate: Candidate) -> list[Line
     mesh = layout.mesh
     dimensions = []
     for name, size in mesh.model_dump().items():
-        dimensions.append(f"{name} {size}")
-    ranks = " × ".join(dimensions)
+        if size > 1:
+            dimensions.append(f"{name} {size}")
+    ranks = plural(mesh.world_size, "rank")
+    if dimensions:
+        ranks = f"{' × '.join(dimensions)} = {ranks}"
     rows = f"rows are {layout.tokens_per_row:,.0f} tokens on average, {layout.max_length:,} at most"
     compiled = "nothing"
     if layout.config.compile.enabled:
         compiled = "each block"
     settings = {
-        "mesh": f"{ranks} = {mesh.world_size} ranks",
+        "mesh": ranks,
         "engine": f"{layout.engine}, {layout.precision} on {layout.device}",
         "batch": layout.batch.describe_product(mesh.data_ranks),
         "tokens": f"{layout.tokens_per_step:,.0f} a step: {rows}",
@@ -217,7 +243,7 @@ def _explain_gains(question: Question, candidate: Candidate) -> list[Line]:
         text = f"{number(faster)} × as fast as {gain.plain}, {number(abs(more) / GB)} GB"
         text += " more" if more >= 0 else " less"
         if gain.candidate.estimate.verdict == "no":
-            text += "; that does not fit"
+            text += "; without it the run does not fit"
         lines.append(Line(gain.choice, "", text))
     return lines
 
@@ -349,18 +375,24 @@ def _explain_phases(candidate: Candidate) -> list[Line]:
     return lines
 
 
-def _explain_host(candidate: Candidate) -> list[Line]:
-    """Return the memory of a host in each phase of the run, beside what it has."""
+def _host_title(candidate: Candidate) -> str:
+    """Return the title of the memory of a host, with what a host has."""
     estimate = candidate.estimate
-    limit = ""
+    title = "Memory of a host, GB"
     if estimate.host_limit is not None:
-        limit = f"of {estimate.host_limit / GB:.0f}"
+        title += f", of {estimate.host_limit / GB:,.0f}"
     if estimate.host_assumed:
-        limit += ", which is assumed"
+        title += " (assumed)"
+    return title
+
+
+def _explain_host(candidate: Candidate) -> list[Line]:
+    """Return the memory of a host in each phase of the run."""
+    estimate = candidate.estimate
     lines = []
     for part, text in HOST_PHASES.items():
         bytes_ = getattr(estimate.host, part)
-        lines.append(Line(part, f"{bytes_ / GB:.1f}", f"{text} {limit}"))
+        lines.append(Line(part, f"{bytes_ / GB:.1f}", text))
     return lines
 
 
@@ -422,7 +454,7 @@ def _explain_traffic(question: Question, candidate: Candidate) -> list[Line]:
     volumes: Mapping[str, float] = traffic.model_dump()
     lines = []
     for kind, bytes_ in volumes.items():
-        if bytes_:
+        if bytes_ > LEAST_SENT * traffic.total:
             name = kind.replace("_", "-")
             lines.append(Line(name, f"{bytes_ / GB:.3g}", ""))
     if lines:

@@ -22,14 +22,23 @@ from drumline.plan.facts import ModelFacts
 from drumline.planner.cost.fitted import group_of
 from drumline.planner.report.output import needs_gb, overrides
 from drumline.planner.search.advice import Change, ModeResult
-from drumline.planner.search.answer import CLEARLY_LESS, GB, Answer, Candidate, Question, gb, number
+from drumline.planner.search.answer import (
+    CLEARLY_LESS,
+    GB,
+    Answer,
+    Candidate,
+    Question,
+    gb,
+    number,
+    trust,
+)
 from drumline.planner.search.auto import (
     describe_faster_tight_plan,
     disagreements,
     export_left_out,
     risk,
 )
-from drumline.planner.search.choice import slow_lines
+from drumline.planner.search.choice import larger_batch_line, slow_lines
 from drumline.planner.search.compiling import compile_speeds_up_step, describe_compile
 from drumline.planner.search.pure_bf16 import PureBF16
 
@@ -154,7 +163,9 @@ def show(
         console.print(f"{hidden} more: --top {len(answer.ranked)}\n", style="dim")
     if answer.refused:
         _show_refused(answer, console)
-    show_heuristics(answer, console)
+    if answer.ranked:
+        # Where nothing fits, no heuristic does.
+        show_heuristics(answer, console)
     show_changes(changes, console)
     if answer.ranked:
         _show_remarks(answer, modes, console, tokens, pure_bf16)
@@ -644,6 +655,9 @@ def main_cells(candidate: Candidate) -> dict[str, str]:
     verdict: str = estimate.verdict
     if verdict == "tight":
         verdict = f"tight {estimate.risk:.0%}"
+    elif verdict == "no" and estimate.memory.reserved <= estimate.limit:
+        # The device has enough memory.
+        verdict = "no (host)"
     mfu = UNKNOWN
     if estimate.mfu is not None:
         mfu = f"{estimate.mfu:.0%}"
@@ -701,7 +715,7 @@ def _show_remarks(
 
     They say why it is slow and what is faster, whether compilation pays, what a tight plan risks and
     how to take one that is not row 1, what was assumed of the host's memory, and what weights and
-    moments in bf16 would gain.
+    moments in bf16, or a larger batch, would gain.
     """
     lines = slow_lines(answer, modes, tokens, pure_bf16)
     for line in lines:
@@ -720,9 +734,14 @@ def _show_remarks(
     if question.cluster.host_memory_assumed and _host_matters(answer):
         console.print(f"{assumed_host(answer)}\n", markup=False)
     _show_export(answer, console)
-    if pure_bf16 is not None and not lines:
-        # Of a slow plan it stands among what to do instead.
+    if lines:
+        # What follows stands there already, among what to do instead.
+        return
+    if pure_bf16 is not None:
         console.print(f"{pure_bf16.line}\n", markup=False)
+    larger = larger_batch_line(answer, tokens)
+    if larger:
+        console.print(f"{larger}\n", markup=False)
 
 
 def _show_tight(answer: Answer, console: Console) -> None:
@@ -767,10 +786,13 @@ def _describe_safer(answer: Answer) -> str:
     first = answer.ranked[0]
     row = 1 + answer.ranked.index(found)
     times = first.estimate.tokens_per_s / found.estimate.tokens_per_s
-    return (
+    text = (
         f" The best that fits with room is row {row}, {found.name}:"
-        f" row 1 is {number(times)} × as fast."
+        f" row 1 is {number(times)} × as fast"
     )
+    if times < 1 and trust(found.layout) < trust(first.layout):
+        text += f", but hardly a measured run has confirmed the speed of row {row}"
+    return f"{text}."
 
 
 def _host_matters(answer: Answer) -> bool:

@@ -49,7 +49,7 @@ def report_why_not(answer: Answer, wanted: Wanted, console: Console, as_json: bo
     name = rival.wanted.text
     if rival.other is not None:
         name = f"{name} ({rival.other.name})"
-    console.print(f"{name}: {why_worse(rival, number)}\n", markup=False, soft_wrap=True)
+    console.print(f"{name}: {why_worse(rival, number)}\n", markup=False)
     if rival.other is None or rival.is_first:
         return
     first, other = (_break_name(plan.name) for plan in (rival.first, rival.other))

@@ -30,6 +30,7 @@ from drumline.planner.search.answer import (
     Answer,
     Candidate,
     Question,
+    excess,
     gb,
     is_offloaded,
     why_not,
@@ -99,16 +100,16 @@ class ModeResult:
 
     @property
     def best(self) -> Candidate | None:
-        """Return the first candidate that fits, or else the one that needs least."""
+        """Return the first candidate that fits, or else the one that comes nearest to it."""
         if self.answer.ranked:
             return self.answer.ranked[0]
         return _leanest(refused.best for refused in self.answer.refused)
 
 
 def _leanest(candidates: Iterable[Candidate | None]) -> Candidate | None:
-    """Return the candidate that needs least memory; None if there is none."""
+    """Return the candidate that comes nearest to fitting; None if there is none."""
     known = [candidate for candidate in candidates if candidate is not None]
-    return min(known, key=lambda each: each.estimate.memory.reserved, default=None)
+    return min(known, key=lambda each: excess(each.estimate), default=None)
 
 
 def smallest_changes(answer: Answer) -> tuple[Change, ...]:

@@ -11,8 +11,8 @@ Candidates are compared by these speeds in tokens/s:
 
 - `Estimate.tokens_per_s`: of a step, as predicted. `is_faster_by_tie` compares it, with TIE.
 - `Candidate.run_tokens_per_s`: of the whole run, in which it also compiles.
-- `discounted_speed`: that of the run, less UNMEASURED for plans of a kind that no measured run has
-  confirmed. `is_faster_by_error` compares it, with SPEED_ERROR.
+- `discounted_speed`: that of the run, less UNMEASURED for each part of the plan (parallelism, offload)
+  that no measured run has confirmed. `is_faster_by_error` compares it, with SPEED_ERROR.
 - `risk_adjusted_speed`: the discounted speed times the chance that the plan fits. It ranks plans.
 """
 
@@ -35,8 +35,8 @@ GB = 1e9
 # Two plans are equally fast if their predicted speeds differ by a smaller share: a choice, since no
 # prediction is more exact.
 TIE = 0.03
-# The share that is taken off a plan's speed if hardly a run of its kind was measured, or if measured
-# runs were much slower than predicted: a choice.
+# The share that is taken off a plan's speed for each of its parts of which hardly a run was measured,
+# or of which measured runs were much slower than predicted: a choice.
 UNMEASURED = 0.25
 # A plan needs clearly less host memory than another if it leaves this share of it more: a choice.
 CLEARLY_LESS = 0.25
@@ -207,6 +207,15 @@ def why_not(estimate: Estimate) -> str:
     return text
 
 
+def excess(estimate: Estimate) -> float:
+    """Return what an estimate needs as a multiple of what a device has, or its host if that is more."""
+    of_device = estimate.memory.reserved / estimate.limit
+    if not estimate.host_limit:
+        return of_device
+    host_bytes = estimate.host.running if estimate.host_assumed else estimate.host.most
+    return max(of_device, host_bytes / estimate.host_limit)
+
+
 def describe_excess(needs: int, limit: int, what: str = "") -> str:
     """Return the text that `needs` bytes are more than `limit`: `91.3 GB > 80.0 GB`.
 
@@ -266,12 +275,23 @@ def is_offloaded(strategy: StrategyConfig) -> bool:
 
 
 def is_speed_confirmed(layout: Layout) -> bool:
-    """Return whether measured runs have confirmed the predicted speed of such layouts.
+    """Return whether measured runs have confirmed the predicted speed of such layouts."""
+    return _count_unconfirmed(layout) == 0
 
-    Three runs of tensor and context parallelism are too few, a pipeline has none, and runs that
-    offload took about twice as long as predicted.
+
+def _count_unconfirmed(layout: Layout) -> int:
+    """Return how many parts of a layout have a speed that no measured runs have confirmed.
+
+    Three runs of tensor and context parallelism are too few, a pipeline has none. Runs that offload
+    optimizer states or weights took about twice as long as predicted, and no run that offloads
+    activations was compared.
     """
-    return is_measured(layout) and not is_offloaded(layout.strategy)
+    parts = [
+        not is_measured(layout),
+        is_offloaded(layout.strategy),
+        layout.config.memory.activation_offload,
+    ]
+    return parts.count(True)
 
 
 def speed_of_run(layout: Layout, tokens_per_s: float, step_seconds: float, startup: float) -> float:
@@ -286,15 +306,18 @@ def speed_of_run(layout: Layout, tokens_per_s: float, step_seconds: float, start
 
 
 def discounted_speed(candidate: Candidate) -> float:
-    """Return the tokens/s of the run, less the share UNMEASURED if no run has confirmed them."""
+    """Return the tokens/s of the run, less UNMEASURED for each part that no run has confirmed."""
     return discount(candidate.layout, candidate.run_tokens_per_s)
 
 
 def discount(layout: Layout, speed: float) -> float:
-    """Return the speed of a layout, less the share UNMEASURED if no run has confirmed it."""
-    if is_speed_confirmed(layout):
-        return speed
-    return (1 - UNMEASURED) * speed
+    """Return the speed of a layout, less the share UNMEASURED for each part that no run has confirmed."""
+    return trust(layout) * speed
+
+
+def trust(layout: Layout) -> float:
+    """Return the share of a layout's predicted speed that counts; 1 if measured runs confirm it."""
+    return float((1 - UNMEASURED) ** _count_unconfirmed(layout))
 
 
 def risk_adjusted_speed(candidate: Candidate) -> float:

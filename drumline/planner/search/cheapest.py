@@ -16,6 +16,7 @@ from drumline.planner.cluster import with_nodes
 from drumline.planner.cost.fitted import SPEED_ERROR
 from drumline.planner.search.answer import (
     SECONDS_PER_HOUR,
+    TIE,
     Candidate,
     Question,
     select_fastest,
@@ -216,10 +217,13 @@ class _Hosts:
 def cheapest(offers: Sequence[Rented]) -> Rented | None:
     """Return the cheapest of those that are in time; None if none is.
 
-    Those that are in time at the slow end of their range go before those that are as expected.
+    Those that are in time at the slow end of their range go before those that are as expected. Of
+    those that cost as much within TIE, the one with the fewest devices is taken.
     """
     for wanted in ("yes", "likely"):
         in_time = [offer for offer in offers if offer.in_time == wanted]
         if in_time:
-            return min(in_time, key=lambda offer: (offer.worth, offer.nodes))
+            least = min(offer.worth for offer in in_time)
+            as_cheap = [offer for offer in in_time if (1 - TIE) * offer.worth <= least]
+            return min(as_cheap, key=lambda offer: (offer.question.cluster.world_size, offer.worth))
     return None

@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from drumline.config.strategy import StrategyConfig
 from drumline.plan.explain import count
 from drumline.planner.search.advice import ModeResult, without_offload
 from drumline.planner.search.answer import (
     Answer,
     Candidate,
     Question,
-    Refused,
     gb,
     is_offloaded,
     number,
+    risk_adjusted_speed,
 )
 from drumline.planner.search.pure_bf16 import OVERRIDE, PureBF16
-from drumline.planner.search.search import search_strategy
+from drumline.planner.search.search import search, search_strategy
+from drumline.system.output import plural
 
 # An adapter skips at most a third of the arithmetic (the gradients of frozen weights), which makes it
 # at most 1.5 × as fast. If it is more than twice as fast as that, the other plan waits for memory.
@@ -125,11 +127,54 @@ def slow_lines(
 
 
 def _larger_batch(answer: Answer, other: ModeResult) -> LargerBatch | None:
-    """Return the first plan at a larger global batch.
+    """Return the first plan at a larger global batch; None if none is worth it.
+
+    `other`: the adapter with which it is compared, at the same batch.
+    """
+    best = _double_batch(answer, [answer.ranked[0].layout.strategy])
+    if best is None:
+        return None
+    samples = best.layout.batch.global_samples
+    # The adapter may gain from the larger batch, too. It keeps the faster of its two plans.
+    at_larger = _set_batch(other.answer.question, samples)
+    rival = search_strategy(at_larger, other.answer.ranked[0].layout.strategy)
+    fastest = _speed(other)
+    if isinstance(rival, Candidate):
+        fastest = max(fastest, _undiscounted_speed(rival))
+    return LargerBatch(samples, best, fastest / _undiscounted_speed(best))
+
+
+def larger_batch_line(answer: Answer, tokens: float | None) -> str:
+    """Return a line that proposes a larger global batch; empty if the user has set one, or if none is worth it.
+
+    `tokens`: of the whole run.
+    """
+    question = answer.question
+    is_open = question.config.batch.model_dump(exclude_defaults=True) == {}
+    if not is_open or question.config.images_alone or question.cluster.device.kind != "cuda":
+        return ""
+    # Another family may be the best for larger steps.
+    families = {
+        candidate.family: candidate.layout.strategy for candidate in reversed(answer.ranked)
+    }
+    best = _double_batch(answer, list(families.values()))
+    if best is None:
+        return ""
+    samples = best.layout.batch.global_samples
+    first = answer.ranked[0]
+    times = number(_undiscounted_speed(best) / _undiscounted_speed(first))
+    step = plural(first.layout.batch.global_samples, "sample")
+    return (
+        f"No batch is set, so a step has {step}. With more it is {times} × as fast:"
+        f" --batch {samples}: {_pace(best, tokens)}"
+    )
+
+
+def _double_batch(answer: Answer, among: Sequence[StrategyConfig]) -> Candidate | None:
+    """Return the first plan of some strategies at a larger global batch.
 
     The batch is doubled while each doubling gains a quarter, up to MOST_TOKENS_A_STEP. None if the
-    first doubling gains less, or if the user has set micro-batch or accumulation. `other`: the
-    adapter with which it is compared, at the same batch.
+    first doubling gains less, or if the user has set micro-batch or accumulation.
     """
     first = answer.ranked[0]
     batch = answer.question.config.batch
@@ -142,22 +187,17 @@ def _larger_batch(answer: Answer, other: ModeResult) -> LargerBatch | None:
     best = first
     while 2 * samples * tokens <= MOST_TOKENS_A_STEP:
         question = _set_batch(answer.question, 2 * samples)
-        doubled = search_strategy(question, first.layout.strategy)
-        if isinstance(doubled, Refused):
+        ranked = search(question, among, first_only=True).ranked
+        if not ranked:
             break
-        if _undiscounted_speed(doubled) < WORTH_DOUBLING * _undiscounted_speed(best):
+        doubled = ranked[0]
+        if risk_adjusted_speed(doubled) < WORTH_DOUBLING * risk_adjusted_speed(best):
             break
         best = doubled
         samples *= 2
     if best is first:
         return None
-    # The adapter may gain from the larger batch, too. It keeps the faster of its two plans.
-    at_larger = _set_batch(other.answer.question, samples)
-    rival = search_strategy(at_larger, other.answer.ranked[0].layout.strategy)
-    fastest = _speed(other)
-    if isinstance(rival, Candidate):
-        fastest = max(fastest, _undiscounted_speed(rival))
-    return LargerBatch(samples, best, fastest / _undiscounted_speed(best))
+    return best
 
 
 def _set_batch(question: Question, samples: int) -> Question:

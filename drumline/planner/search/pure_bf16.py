@@ -37,8 +37,11 @@ class PureBF16:
         estimate = self.candidate.estimate
         gain = estimate.tokens_per_s / self.first.estimate.tokens_per_s - 1
         needs = f"{gb(estimate.memory.reserved)} of {gb(estimate.limit)}"
+        verdict: str = estimate.verdict
+        if verdict == "fits" and self.first.estimate.verdict == "tight":
+            verdict = "fits with room"
         return (
-            f"bf16 weights and moments: {estimate.verdict}, {gain:+.0%} tokens/s"
+            f"bf16 weights and moments: {verdict}, {gain:+.0%} tokens/s"
             f" ({self.candidate.name}, {needs}). They change the numbers, so the choice is yours:"
             f" {OVERRIDE}"
         )
@@ -47,19 +50,23 @@ class PureBF16:
 def find_pure_bf16(answer: Answer) -> PureBF16 | None:
     """Return the best plan with weights, gradients and moments in bf16, if it should be shown.
 
-    It is shown if it is faster than the first plan by more than the error of a prediction, or if it
-    fits with room where the first plan is tight and is not slower. It is not searched for if the user
-    has set `precision.master`, on a CPU, and if nothing fits: then `smallest_changes` tries it.
+    It is shown if it fits with room where the first plan is tight and is not slower, or else if it is
+    faster than the first plan by more than the error of a prediction. It is not searched for if the
+    user has set `precision.master`, on a CPU, and if nothing fits: then `smallest_changes` tries it.
     """
     question = answer.question
     is_set = "master" in question.config.precision.model_fields_set
     if not answer.ranked or is_set or question.cluster.device.kind != "cuda":
         return None
     first = answer.ranked[0]
-    for candidate in search(with_pure_bf16(question), first_only=True).ranked:
-        is_slower = is_faster_by_tie(first.estimate, candidate.estimate)
-        has_more_room = first.estimate.verdict == "tight" and candidate.estimate.verdict == "fits"
-        if is_faster_by_error(candidate, first) or (has_more_room and not is_slower):
+    changed = with_pure_bf16(question)
+    if first.estimate.verdict == "tight":
+        # The room that bf16 leaves is worth more than its speed.
+        for candidate in search(changed, exclude_tight=True, first_only=True).ranked:
+            if not is_faster_by_tie(first.estimate, candidate.estimate):
+                return PureBF16(candidate, first)
+    for candidate in search(changed, first_only=True).ranked:
+        if is_faster_by_error(candidate, first):
             return PureBF16(candidate, first)
     return None
 

@@ -22,9 +22,8 @@ from drumline.planner.search.answer import (
     Answer,
     Candidate,
     Question,
-    discounted_speed,
-    is_speed_confirmed,
     risk_adjusted_speed,
+    trust,
 )
 from drumline.planner.search.budget import CHECKPOINTING
 from drumline.planner.search.search import search, search_space
@@ -36,6 +35,8 @@ FORM = (
     " compile=true, or a key of a YAML such as memory.checkpointed_blocks=8, precision.master=bf16 or"
     " strategy.sequence_parallel=false"
 )
+# The least share of what a device sends that is shown.
+LEAST_SENT = 1e-6
 TRUTH = {"true": True, "false": False}
 # Sections of a config that change neither the model nor the data.
 SECTIONS = ("batch", "compile", "memory", "optimizer", "precision", "strategy")
@@ -258,13 +259,19 @@ def time_terms(rival: Rival) -> list[Term]:
 
 
 def traffic_terms(rival: Rival) -> list[Term]:
-    """Return the GB that a device of both plans sends for a million tokens, by kind of collective."""
+    """Return the GB that a device of both plans sends for a million tokens, by kind of collective.
+
+    Kinds that are less than a millionth of all in both, such as sums of single numbers, are left out.
+    """
     assert rival.other is not None
     by_plan = []
     for candidate in (rival.first, rival.other):
         volumes = candidate.estimate.traffic.model_dump()
         share = 1e6 / candidate.layout.tokens_per_step / 1e9
-        named = {name.replace("_", "-"): share * value for name, value in volumes.items()}
+        named = {}
+        for name, bytes_ in volumes.items():
+            is_shown = bytes_ > LEAST_SENT * candidate.estimate.traffic.total
+            named[name.replace("_", "-")] = share * bytes_ * is_shown
         by_plan.append(named)
     return terms_of(*by_plan)
 
@@ -295,8 +302,8 @@ def why_worse(rival: Rival, show: Callable[[float], str]) -> str:
         text = f"it takes {show(slower)} × as long: for a million tokens"
         text += f" {' and '.join(parts[:2])} more seconds"
     remarks = []
-    if not is_speed_confirmed(other.layout) and is_speed_confirmed(first.layout):
-        share = discounted_speed(other) / other.run_tokens_per_s
+    share = trust(other.layout)
+    if share < trust(first.layout):
         remarks.append(
             f"its speed counts {show(share)} ×, since hardly a measured run has confirmed it"
         )
