@@ -126,7 +126,7 @@ def test_as_few_blocks_are_checkpointed_as_fit_with_room() -> None:
 
 def test_compiled_and_eager_layouts_are_ranked_together() -> None:
     overrides = ("batch.global_samples=64",)
-    both = search(asked("llama-3.1-8b", "8xa100-40g", *overrides)).ranked[0]
+    both = search(asked("llama-3.1-8b", "8xh100-80g", *overrides)).ranked[0]
     for enabled in ("true", "false"):
         alone = search(
             asked("llama-3.1-8b", "8xh100-80g", *overrides, f"compile.enabled={enabled}")
@@ -210,7 +210,7 @@ def test_a_long_row_fits_with_chunks_and_offloaded_activations() -> None:
 
 
 def test_savings_are_not_tried_where_they_are_not_needed_or_the_user_has_decided() -> None:
-    short = search(asked("llama-3.1-8b", "8xa100-40g", "batch.global_samples=64"))
+    short = search(asked("llama-3.1-8b", "8xh100-80g", "batch.global_samples=64"))
     decided = search(
         asked(
             "llama-3.1-8b",
