@@ -840,7 +840,9 @@ def casts_of_pending(
         return 0.0
     pending = pending_activations(layout, pp_rank, model_part.blocks)
     pending_micro_batches = pending.blocks / model_part.blocks
-    return max(0.0, pending_micro_batches - 1) * casts_of_a_micro_batch(layout, facts, model_part, activations)
+    return max(0.0, pending_micro_batches - 1) * casts_of_a_micro_batch(
+        layout, facts, model_part, activations
+    )
 
 
 def auxiliary_state(layout: Layout, facts: ModelFacts, pp_rank: int) -> State:
