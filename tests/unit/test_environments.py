@@ -17,7 +17,7 @@ import pytest
 from drumline.config.rollouts import ClassEnvironment, OpenEnvEnvironment, ToolsEnvironment
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline.rl.environments import (
-    ENDED_WITH_OTHERS,
+    FORKING_PROCESS_KILLED,
     Environments,
     Reply,
     check_importable,
@@ -148,7 +148,7 @@ def test_an_episode_says_that_the_process_of_all_was_killed(naughty: Environment
     server.kill()
     naughty._server.process.wait(timeout=10)
     reply = naughty.step({0: {"role": "assistant", "content": "hm"}}, {0: 0})[0]
-    assert reply.failure == ENDED_WITH_OTHERS
+    assert reply.failure == FORKING_PROCESS_KILLED
 
 
 def test_sets_of_texts_have_one_order_in_all_processes(naughty: Environments) -> None:

@@ -145,7 +145,7 @@ def test_why_not_prints_both_plans(run: Run) -> None:
     long_key = "memory.activation_checkpointing=full"
     code, out, err = run(*words[:-1], long_key, columns=80)
     assert code == 0, err
-    assert "wanted:" in out
+    assert "asked for:" in out
     assert "…" not in out, "numbers are whole"
     assert max(map(len, out.splitlines())) <= 80
 

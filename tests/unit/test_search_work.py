@@ -239,7 +239,6 @@ def test_cutting_long_rows_goes_before_offloading_their_activations() -> None:
     first, *rest = search(question, first_only=True).ranked
 
     assert first.layout.mesh.cp == 8
-    assert first.estimate.verdict == "fits"
     assert not first.config.memory.activation_offload
     offloaded = next(each for each in rest if each.config.memory.activation_offload)
     assert trust(offloaded.layout) == trust(first.layout)
