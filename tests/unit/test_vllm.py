@@ -441,7 +441,7 @@ class FakeLLM:
 
     def generate(self, prompts: list[Any], parameters: list[Any], use_tqdm: bool) -> list[Any]:
         self.calls.append(("generate", parameters))
-        return [answer_with([prompt["prompt_token_ids"][-1], 2]) for prompt in prompts]
+        return [engine_output([prompt["prompt_token_ids"][-1], 2]) for prompt in prompts]
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
         self.calls.append((method, [name for name, _ in kwargs["weights_iterator"]]))
@@ -450,7 +450,7 @@ class FakeLLM:
         self.calls.append(("reset_prefix_cache", None))
 
 
-def answer_with(tokens: list[int]) -> Any:
+def engine_output(tokens: list[int]) -> Any:
     """Return an output of vLLM with these tokens, whose log-probs follow from them."""
     log_probs = [{token: SimpleNamespace(logprob=-token / 8)} for token in tokens]
     output = SimpleNamespace(token_ids=tuple(tokens), logprobs=log_probs, finish_reason="stop")
