@@ -28,7 +28,7 @@ def test_a_larger_batch_is_advised_where_each_step_waits_for_the_optimizer(run: 
         out,
     )
     assert shown is not None
-    assert float(shown[1]) > 10 * float(shown[2])
+    assert float(shown[1]) > 5 * float(shown[2])
     advised = re.search(rf"^  --batch {shown[3]}: fsdp2 offload, ([\d,]+) tokens/s", out, re.M)
     assert advised is not None
     larger = _plan(run, "llama-3.1-70b", "8xh100-80g", "--length", "4096", "--batch", shown[3])
