@@ -19,7 +19,10 @@ FILES = sorted(
     path for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()
 )
 # Without --smoke: all its parts are tiny where there is no GPU.
-ELSEWHERE = {"gpu": "tests/unit/test_gpu_parts.py"}
+ELSEWHERE = {
+    "compiled_bytes": "tests/unit/test_compiled_bytes.py",
+    "gpu": "tests/unit/test_gpu_parts.py",
+}
 
 
 def run(path: Path, cwd: Path, *arguments: object, seconds: float = 60) -> str:
