@@ -273,7 +273,9 @@ def count_all(device: str = "cpu") -> dict[str, dict[str, Block]]:
 
 def main() -> None:
     """Print the counts, and write them to a file if one is named."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="a JSON file for the counts")
     parser.add_argument("--device", default="cpu", help="where the block lies: cpu or cuda")
     options = parser.parse_args()
