@@ -68,6 +68,7 @@ from drumline.planner.cost.terms import (
     casts_of_a_micro_batch,
     compute_mode_of,
     entry_bytes,
+    pinned_bytes,
     stream_entry_bytes,
 )
 from drumline.planner.strategies.base import cost_of
@@ -1129,9 +1130,8 @@ def offloaded_bytes(layout: Layout, facts: ModelFacts, as_pinned: bool = True) -
     tokens = layout.rows * layout.max_length
     tokens_bytes = formula(layout, facts).offloaded * tokens
     per_block = math.ceil(tokens_bytes / layout.mesh.cp)
-    if as_pinned and layout.activation_checkpointing == "full" and per_block:
-        # The next power of two.
-        per_block = 1 << (per_block - 1).bit_length()
+    if as_pinned and layout.activation_checkpointing == "full":
+        per_block = pinned_bytes(per_block)
     blocks = max(0, facts.layers - BLOCKS_NOT_OFFLOADED)
     of_tower = 0.0
     if per_block:

@@ -306,6 +306,16 @@ def entry_bytes(layout: Layout) -> int:
     return FP32_BYTES
 
 
+def pinned_bytes(bytes_: int) -> int:
+    """Return the page-locked memory that torch takes for a tensor on the host: the next power of two.
+
+    `bytes_`: of the tensor; 0 takes none.
+    """
+    if bytes_ == 0:
+        return 0
+    return 1 << (bytes_ - 1).bit_length()
+
+
 def low_moment_bytes(layout: Layout) -> int:
     """Return the bytes of all optimizer states of an entry if they are bf16; 0 if they are fp32.
 

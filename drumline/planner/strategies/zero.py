@@ -52,6 +52,7 @@ from drumline.planner.cost.terms import (
     Copied,
     Host,
     State,
+    pinned_bytes,
 )
 from drumline.planner.strategies.base import Space, StrategyCost
 
@@ -456,8 +457,6 @@ class ZeroCost(StrategyCost[Zero]):
     def _rounding_bytes(self, layout: Layout, facts: ModelFacts, cut: Partition) -> int:
         """Return the bytes by which page-locked tensors on the host are larger than their entries.
 
-        torch allocates page-locked memory in powers of two.
-
         - Stages 1 and 2 pin a rank's fp32 weights, their gradients, and the low-precision weights that
           its step writes, each as a whole.
         - Stage 3 pins a rank's gradients as a whole, and once more by groups of weights.
@@ -474,7 +473,7 @@ class ZeroCost(StrategyCost[Zero]):
             group = int(options.get("zero_optimization.sub_group_size", STEPPED))
             whole_groups, rest = divmod(cut.pieces, group)
             tensors = [kept * cut.pieces, *[kept * group] * whole_groups, kept * rest]
-        return sum(_power_of_two(bytes_) - bytes_ for bytes_ in tensors)
+        return sum(pinned_bytes(bytes_) - bytes_ for bytes_ in tensors)
 
     def send(
         self,
@@ -693,13 +692,6 @@ class Zero3Cost(ZeroCost):
             disk = Offload(kind="nvme", path=space.nvme)
             yield strategy_class(offload_optimizer=disk)
             yield strategy_class(offload_optimizer=disk, offload_parameters=disk)
-
-
-def _power_of_two(bytes_: int) -> int:
-    """Return the smallest power of two that is not less than a number of bytes; 0 for none."""
-    if bytes_ == 0:
-        return 0
-    return 1 << (bytes_ - 1).bit_length()
 
 
 def _bytes_of_type(name: str) -> int:
