@@ -237,13 +237,9 @@ class Estimator:
         found: list[Candidate] = []
         for is_compiled in self.compile_choices:
             for checkpointing in self.checkpointing:
+                choice = Choice(checkpointing, is_compiled)
                 try:
-                    choice = Choice(checkpointing, is_compiled)
-                    for candidate in self.candidates(strategy, choice, family, bar):
-                        family.record(candidate, exclude_tight)
-                        if counts_as_fitting(candidate, exclude_tight):
-                            found.append(candidate)
-                            bar.raise_to(candidate)
+                    found += self._fitting_candidates(strategy, choice, family, exclude_tight, bar)
                 except PlanError as error:
                     # What refuses to compile a layout does not refuse the layout.
                     if not is_compiled:
@@ -261,21 +257,36 @@ class Estimator:
         for savings in self.savings:
             choice = Choice("full", savings=savings)
             # Layouts that are too slow to be chosen are not estimated.
-            estimated = []
-            fitting = []
+            estimated_before = family.estimated
+            fitting: list[Candidate] = []
             # The rules refuse some savings, and savings for some strategies.
             with suppress(PlanError):
-                for candidate in self.candidates(strategy, choice, family, bar):
-                    family.record(candidate, exclude_tight)
-                    estimated.append(candidate)
-                    if counts_as_fitting(candidate, exclude_tight):
-                        fitting.append(candidate)
-                        bar.raise_to(candidate)
+                fitting = self._fitting_candidates(strategy, choice, family, exclude_tight, bar)
             has_most = savings == self.savings[0]
-            if has_most and estimated and not fitting:
+            if has_most and family.estimated > estimated_before and not fitting:
                 break
             found += fitting
         return found
+
+    def _fitting_candidates(
+        self,
+        strategy: StrategyConfig,
+        choice: Choice,
+        family: Family,
+        exclude_tight: bool,
+        bar: Bar,
+    ) -> list[Candidate]:
+        """Return the candidates of a strategy and a choice that fit, which raise the bar.
+
+        Raises PlanError if rules or numbers refuse all micro-batches.
+        """
+        fitting = []
+        for candidate in self.candidates(strategy, choice, family, bar):
+            family.record(candidate, exclude_tight)
+            if counts_as_fitting(candidate, exclude_tight):
+                fitting.append(candidate)
+                bar.raise_to(candidate)
+        return fitting
 
     def fits_with_savings(self, strategy: StrategyConfig) -> bool:
         """Return whether a strategy fits with the most savings that the rules allow."""
