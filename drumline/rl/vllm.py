@@ -120,8 +120,8 @@ class RemoteVLLM(ServedGenerator):
     ) -> None:
         """See ServedGenerator."""
         super().__init__(config, tokenizer, seed, vocabulary)
-        # Finds the stop texts of which a server is not told.
-        self.untold_stops = StopRules(frozenset(), config.stop[MOST_STOP_TEXTS:], tokenizer)
+        # Finds the stop texts that are not sent to a server.
+        self.unsent_stops = StopRules(frozenset(), config.stop[MOST_STOP_TEXTS:], tokenizer)
 
     def load_weights(self, server: Server, folder: Path, version: str) -> None:
         """Have a server load the weights in a folder: all weights, or an adapter.
@@ -253,10 +253,10 @@ class RemoteVLLM(ServedGenerator):
         return self._cut(completion)
 
     def _cut(self, completion: Completion) -> Completion:
-        """Return a completion up to the first stop text of which the server was not told."""
-        if not self.untold_stops.stop:
+        """Return a completion up to the first stop text that was not sent to the server."""
+        if not self.unsent_stops.stop:
             return completion
-        length = self.untold_stops.find_end(completion.tokens)
+        length = self.unsent_stops.find_end(completion.tokens)
         if length is None:
             return completion
         return Completion(completion.tokens[:length], completion.log_probs[:length], ended=True)

@@ -164,7 +164,7 @@ class WeightNetwork(HandOver[HostWeights]):
         try:
             self._fill(tensors, weights, spare)
         except BaseException:
-            # Servers that read already are told that the rest will not come.
+            # Servers that read already must learn that the rest will not come.
             loading.wait()
             raise
         return loading

@@ -136,7 +136,7 @@ def _adopted_offloads(user_values: dict[str, Any], strategy: Zero) -> dict[str, 
         if option is None or option.kind != "none" or device not in ("cpu", "nvme"):
             continue
         path = user_values.get(f"zero_optimization.{part}.nvme_path")
-        # DeepSpeed pins unless it is told not to.
+        # DeepSpeed pins by default.
         pin_memory = user_values.get(f"zero_optimization.{part}.pin_memory", True)
         offloads[name] = Offload(kind=device, path=path or ".", pin_memory=pin_memory is True)
     return offloads
